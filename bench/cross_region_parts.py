@@ -19,8 +19,7 @@ import torch
 from rillflow.config import PolicyConfig
 from rillflow.config.policy import EngineConfig, WeightsConfig
 from rillflow.contracts import Engine
-from rillflow.engine.build import build_engine
-from rillflow.engine.follow import follow
+from rillflow.engine.build import build_engine, follow
 from rillflow.trainer.publisher import Publisher, Retention
 from rillflow.types import GenerateRequest, Sampling
 from rillflow.weights import delta

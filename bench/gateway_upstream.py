@@ -13,7 +13,7 @@ from typing import Any
 
 import httptools
 
-from rillflow.engine.frames import Frame, encode
+from rillflow.engine.service import Frame, encode
 from rillflow.types import Chunk
 
 LATENCY = 0.050

@@ -121,6 +121,7 @@ BENCHES: dict[str, Bench] = {
     "dashboard": Bench(3),
     "data_algorithms": Bench(4),
     "edf_simulation": Bench(0.5),
+    "kernels": Bench(1),
     "trainer": Bench(1),
     "tree": Bench(2),
     "weights": Bench(5),

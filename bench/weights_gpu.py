@@ -28,8 +28,8 @@ import torch
 from bench import weights_train
 from bench.common import Report, parser
 from rillflow.engine.servers.inside.rillflow_delta import Piece, apply_all
+from rillflow.kernels.delta import gpu
 from rillflow.weights import delta
-from rillflow.weights.delta import gpu
 
 SHARES = (0.01, 0.025, 0.04)
 ENCODE_GOAL = 300.0

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from rillflow.dashboard.routes import DashboardRoutes
-from rillflow.engine.routes import EngineRoutes
+from rillflow.engine.service import EngineRoutes
 from rillflow.gateway.routes import AgentRoutes, ControlRoutes, EngineControlRoutes
 from rillflow.types.route import Route, routes_of
 from rillflow.types.routes import Dataflow, StorageUnits, Updates

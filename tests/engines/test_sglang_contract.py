@@ -15,7 +15,7 @@ from rillflow.engine.servers import ServerEngine
 from rillflow.engine.servers.facts import model_facts
 from rillflow.engine.sglang import SglangEngine
 from rillflow.engine.sglang.inside.rillflow_sglang import ORDERS
-from rillflow.engine.sglang.launch import KEY
+from rillflow.engine.sglang.server import KEY
 from rillflow.errors import EngineLost
 
 pytestmark = [pytest.mark.engines, pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(900)]

@@ -11,9 +11,9 @@ import rillflow
 
 ROOT = Path(rillflow.__file__).parent
 ORDER = [
-    "errors", "batching", "types", "contracts", "storage", "config", "wire", "clients", "weights", "engine", "gateway",
-    "dataflow", "agents", "examples", "rollout", "trainer", "stages", "evaluate", "resources", "runtime", "observe",
-    "dashboard", "cli",
+    "errors", "batching", "types", "contracts", "kernels", "storage", "config", "wire", "clients", "weights", "engine",
+    "gateway", "dataflow", "agents", "examples", "rollout", "trainer", "stages", "evaluate", "resources", "runtime",
+    "observe", "dashboard", "cli",
 ]  # fmt: skip
 APART = {"dataflow", "rollout", "trainer"}
 

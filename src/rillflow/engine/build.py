@@ -1,19 +1,32 @@
-"""The engine that a recipe asks for."""
+"""The engine that a recipe asks for, and what keeps it on its newest weights."""
 
 from __future__ import annotations
 
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
+import torch
+
+from rillflow.clients.fetching import FetchWord, Tell
+from rillflow.clients.turns import Ask, EngineTurn
 from rillflow.config import PolicyConfig
 from rillflow.contracts import Engine
 from rillflow.engine.embedded import EmbeddedEngine
 from rillflow.errors import ConfigError, EngineError
+from rillflow.weights.manifest import key_of
 from rillflow.weights.models import load_policy_model, load_tokenizer, pick_device
+from rillflow.weights.pull import Puller
+from rillflow.weights.refresh import Refresher
+from rillflow.weights.transport.sources import open_source
+
+if TYPE_CHECKING:
+    from rillflow.contracts import Tensors
 
 
 def build_engine(policy: PolicyConfig, *, exact: bool, logs: Path | None = None) -> Engine:
-    """The initial weights are version 0, the same as the trainer publishes first. `logs`: where servers' words go."""
+    """Return the engine of a policy. Its initial weights are version 0, the same that the trainer publishes first. A
+    server writes its log into the folder `logs`."""
     if policy.engine.kind != "embedded":
         return _server_engine(policy, exact=exact, logs=logs)
     model = load_policy_model(policy.model, policy.engine.dtype, pick_device(policy.engine.device))
@@ -28,7 +41,7 @@ def build_engine(policy: PolicyConfig, *, exact: bool, logs: Path | None = None)
             on_update=policy.engine.on_update,
             tokenizer=partial(load_tokenizer, policy.model),
         )
-    except EngineError as error:  # it would be the same at the next start
+    except EngineError as error:  # another start would fail in the same way
         raise ConfigError(f"{policy.model}: {error.message}", error.hint) from error
 
 
@@ -38,13 +51,13 @@ def _server_engine(policy: PolicyConfig, *, exact: bool, logs: Path | None) -> E
     settings = policy.engine
     if exact:
         raise ConfigError(
-            f"runtime.deterministic is not to be had with engine.kind {settings.kind}: its draws are not reproducible",
+            f"runtime.deterministic does not work with engine.kind {settings.kind}: its draws are not reproducible",
             "use engine.kind embedded",
         )
     if settings.on_update != "refill":
         raise ConfigError(
-            f"engine.on_update {settings.on_update} is not to be had with engine.kind {settings.kind}",
-            "leave it at refill: answers that run are computed again under new weights",
+            f"engine.on_update {settings.on_update} does not work with engine.kind {settings.kind}",
+            "leave it at refill: running answers are computed again under new weights",
         )
     facts = model_facts(policy.model, settings.dtype)
     if settings.kind == "vllm":
@@ -54,3 +67,44 @@ def _server_engine(policy: PolicyConfig, *, exact: bool, logs: Path | None) -> E
     from rillflow.engine.sglang.engine import SglangEngine
 
     return SglangEngine(facts, settings, logs=logs)
+
+
+def follow(
+    policy: str,
+    settings: PolicyConfig,
+    engine: Engine,
+    *,
+    name: str,
+    weights: Path,
+    token: str,
+    turn: Ask | None = None,
+    tell: Tell | None = None,
+) -> Refresher:
+    """Return what keeps an engine on the newest weights of its policy.
+
+    Weights come from the recipe's source, or from the run's folder `weights`. `name` is the name of this process: it
+    asks for turns and announces downloads under it, and its cache of a remote source lies beside `weights`."""
+    far = settings.weights.source
+    source = open_source(
+        far or weights,
+        policy,
+        # The run's own folder needs no signature: a process that can write to it can also read the key beside it.
+        key=key_of(token) if far else b"",
+        cache=weights.parent / "cache" / name,
+        streams=settings.weights.streams,
+        token=token,
+    )
+
+    def initial() -> Tensors:
+        tensors: Tensors = load_policy_model(settings.model, settings.engine.dtype, torch.device("cpu")).state_dict()
+        return tensors
+
+    word = FetchWord(tell, policy, name) if tell else None
+    puller = Puller(source, settings.weights.mode, initial=initial, announce=word)
+    return Refresher(
+        policy,
+        engine,
+        puller,
+        turn=EngineTurn(turn, policy, name) if turn else None,
+        doubts=settings.proves,
+    )

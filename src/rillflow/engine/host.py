@@ -1,8 +1,8 @@
-"""The engines of one process, one for each policy, and why they do not sample at present.
+"""The engines of one process, one for each policy, and the reasons for which they are held.
 
-Invariants: a reason to hold is there until it is released or its time is over; engines sample while there is none. A
-hold that *moves* ends every running answer between two tokens, with a last chunk that says `abort`: whatever was
-sampled comes before it, so who asked can go on elsewhere from the ids it has. Other holds keep the answers open.
+Invariants: a hold lasts until it is released or its time is over; engines sample while no reason holds them. A hold
+that *moves* ends every running answer between two tokens, with a last chunk that says `abort`: all sampled tokens come
+before it, so the caller can go on elsewhere from the ids that it has. Other holds keep the answers open.
 """
 
 from __future__ import annotations
@@ -19,18 +19,19 @@ from rillflow.errors import BadRequest, EngineLost
 from rillflow.storage.spans import Spans
 from rillflow.types import Chunk, EngineInfo, GenerateRequest
 
-HOLD_SECONDS = 10.0  # of a hold that nobody renews: who asked for it may have died
+HOLD_SECONDS = 10.0  # until a hold expires that is not renewed: its caller may have died
 CATCH_UP = 5.0  # seconds that a request waits for the version it must not fall behind
 _STOPPING = "stopping"
 _UNPROVEN = "weights not proven yet"
 _LOOK = 0.02
 _DRAIN_SECONDS = 2.0
-_FLUSH = 0.05  # for chunks that a paused engine has already let go to reach their reader
+_FLUSH = 0.05  # seconds for the last chunks of a paused engine to reach their reader
 
 
 @runtime_checkable
 class Frees(Protocol):
-    """An engine that can give memory back while it is paused. It takes it again by itself, and drops no request."""
+    """An engine that can release memory while it is paused. It allocates it again when it resumes, and drops no
+    request."""
 
     async def free(self) -> None: ...
 
@@ -44,8 +45,8 @@ class _Hold:
 class EngineHost:
     """Samples for the pools of this process, or through an EngineService for those of others.
 
-    `on_busy` is told when it begins to sample and when it no longer does: an answer is open, and nothing holds it.
-    `trouble` tells what is wrong with its weights.
+    `on_busy` is called when the host becomes busy (an answer is open, and nothing holds the engines) and when it no
+    longer is. `trouble` returns what is wrong with its weights.
     """
 
     def __init__(self, name: str, engines: Mapping[str, Engine], url: str = "") -> None:
@@ -79,7 +80,7 @@ class EngineHost:
         )
 
     def _reasons(self) -> list[str]:
-        """Why nothing is sampled at present."""
+        """Return the reasons for which nothing is sampled now."""
         unproven = not all(engine.proven for engine in self.engines.values())
         return [*self._holds, *([_UNPROVEN] if unproven else [])]
 
@@ -91,12 +92,12 @@ class EngineHost:
             await engine.start()
 
     async def close(self) -> None:
-        """Running answers are moved away first."""
+        """Move running answers to other engines, then close all engines."""
         await self.drain()
         await asyncio.gather(*(engine.close() for engine in self.engines.values()))
 
     async def drain(self) -> None:
-        """Send running answers away, for good, and wait until their readers have them."""
+        """Move all running answers to other engines, and wait until their readers have the last chunks."""
         await self.hold(_STOPPING, move=True, seconds=math.inf)
         with suppress(TimeoutError):
             async with asyncio.timeout(_DRAIN_SECONDS):
@@ -128,7 +129,7 @@ class EngineHost:
         return await self._release(reason)
 
     async def _release(self, reason: str, only: _Hold | None = None) -> EngineInfo:
-        """With `only`, that hold and not one that has come in its place."""
+        """Release a hold; with `only`, that one and not a later one for the same reason."""
         async with self._one_at_a_time:
             if only in (None, self._holds.get(reason)) and self._forget(reason) and not self._holds:
                 await asyncio.gather(*(engine.resume() for engine in self.engines.values()))
@@ -158,13 +159,13 @@ class EngineHost:
 
     @property
     def _why(self) -> str:
-        """What the seam of an answer that is sent away says."""
+        """The seam of an answer that is moved."""
         return "moved" if _STOPPING in self._holds else "preempted"
 
     # ------------------------------------------------------------ sampling
 
     async def generate(self, policy: str, request: GenerateRequest, floor: int = -1) -> AsyncGenerator[Chunk]:
-        """As `Engine.generate`. No token of a version below `floor`, as far as that version comes in time."""
+        """Sample as `Engine.generate` does, after the version `floor` or some seconds of waiting for it."""
         async with aclosing(self.frames(policy, request, floor)) as frames:
             async for frame in frames:
                 if frame is not None:
@@ -173,7 +174,7 @@ class EngineHost:
     async def frames(
         self, policy: str, request: GenerateRequest, floor: int = -1, idle: float | None = None
     ) -> AsyncGenerator[Chunk | None]:
-        """Chunks, and None after every `idle` seconds without one."""
+        """Yield chunks, and None after every `idle` seconds without one."""
         engine = self._engine(policy)
         async with aclosing(_caught_up(engine, floor, idle)) as waits:
             async for _ in waits:
@@ -206,7 +207,7 @@ class EngineHost:
         return engine
 
     async def _read(self, chunks: AsyncIterator[Chunk], idle: float | None) -> AsyncGenerator[Chunk | None]:
-        """Until the answers are moved; a stream that ends without an end was lost."""
+        """Yield the chunks of an answer until it is moved. A stream that ends without a finish was lost."""
         if self._cut is None or self._cut.done():
             self._cut = asyncio.get_running_loop().create_future()
         cut = self._cut
@@ -225,7 +226,7 @@ class EngineHost:
 
 
 def tell_busy(host: EngineHost, spans: Spans) -> None:
-    """A worker with these engines is at `rollout` while at least one sequence is sampled, and idle otherwise."""
+    """Record the span `rollout` of this worker while at least one sequence is sampled."""
     host.on_busy = lambda busy: (spans.begin if busy else spans.end)("rollout")
 
 
@@ -238,7 +239,7 @@ async def _arrives(following: asyncio.Future[Chunk], cut: asyncio.Future[None], 
 
 
 async def _caught_up(engine: Engine, floor: int, idle: float | None) -> AsyncGenerator[None]:
-    """Wait for a version, for a while: the line of weights may have gone back for good."""
+    """Wait for a version, some seconds at most: the lineage may have gone back, so that it never comes."""
     loop = asyncio.get_running_loop()
     now = told = loop.time()
     end = now + CATCH_UP

@@ -1,4 +1,4 @@
-"""An engine process: samples every policy of a run for nodes elsewhere, follows the weights, tells where it is."""
+"""An engine process: it samples every policy of a run for nodes elsewhere, follows the weights and reports itself."""
 
 from __future__ import annotations
 
@@ -13,8 +13,7 @@ import torch
 
 from rillflow.clients.dataflow import DataflowClient
 from rillflow.config import EngineConfig, Recipe
-from rillflow.engine.build import build_engine
-from rillflow.engine.follow import follow
+from rillflow.engine.build import build_engine, follow
 from rillflow.engine.host import EngineHost, tell_busy
 from rillflow.engine.service import EngineService
 from rillflow.errors import RillflowError, RunError
@@ -31,7 +30,7 @@ log = logging.getLogger(__name__)
 
 BEAT_SECONDS = 1.0
 BEAT_DEADLINE = 5.0
-PREPARE_DEADLINE = 60.0  # after it, weights are decoded when the rest is compiled
+PREPARE_DEADLINE = 60.0  # after it, the first decoding waits for the compiler
 
 
 async def run_engine(
@@ -46,9 +45,9 @@ async def run_engine(
     host: str = "127.0.0.1",
     patience: float = math.inf,
 ) -> None:
-    """Serve until cancelled; `on_ready` gets the URL. `token` is the node's, with which it calls others; the `keyring`
-    tells who may call it. Nobody hears of it before it has the newest weights. One that
-    nobody supervises, with a `patience`, ends with the run, or when its service has not answered for so many seconds.
+    """Serve until cancelled; `on_ready` gets the URL. `token` is the process's own, for its calls of others; the
+    `keyring` says who may call it. It announces itself only once it has the newest weights. A process without a
+    supervisor has a `patience`: it ends with the run, or when the service has not answered for that many seconds.
     """
     exact = recipe.runtime.deterministic
     logs = weights.parent / "logs"
@@ -102,8 +101,7 @@ async def run_engine(
 
 
 def _prepare_deltas(recipe: Recipe) -> list[Ahead]:
-    """Nodes wait for weights: what decodes them should not be compiled first, beside a busy loop. Servers that decode
-    deltas by themselves need nothing of it."""
+    """Compile the decoder of deltas ahead, because nodes wait for weights. Servers whose workers decode need none."""
     names = {
         settings.engine.dtype
         for settings in recipe.policies.values()
@@ -113,15 +111,15 @@ def _prepare_deltas(recipe: Recipe) -> list[Ahead]:
 
 
 def _decodes(engine: EngineConfig) -> bool:
-    """Whether a server's workers will decode deltas: each of them must hold whole tensors."""
+    """Return whether a server's workers will decode deltas: each of them must hold whole tensors."""
     asked = engine.server.decodes_deltas
     by_workers = pick_device(engine.device).type == "cuda" if asked is None else asked
     return engine.kind != "embedded" and by_workers and engine.server.tensor_parallel == 1
 
 
 async def _beat(host: EngineHost, dataflow: DataflowClient, news: asyncio.Event, patience: float) -> None:
-    """Say what this engine serves, now and then, and at once when that has changed: nodes wait for it. Returns when the
-    run has ended and nobody else would end this process."""
+    """Report what this engine serves, every second and at once when it changes: nodes wait for it. Return when the run
+    has ended and this process has no supervisor."""
     silent, clock = False, asyncio.get_running_loop().time
     heard = clock()
     while True:

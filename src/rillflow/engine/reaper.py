@@ -1,7 +1,7 @@
 """Ends process groups when the process that started them dies, however it dies.
 
-The reaper is a small process in a session of its own, at the other end of a pipe: while the pipe is open it is told
-which groups live, and when it closes, the groups that are left are killed. It needs nothing but the standard library.
+The reaper is a small process in its own session, at the other end of a pipe. While the pipe is open it receives which
+groups live; when the pipe closes, it kills the groups that are left. It uses the standard library only.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ def kill_group(group: int) -> None:
 
 
 class Reaper:
-    """Watches over process groups; a reaper that was killed itself is replaced at the next word to it."""
+    """Watches process groups. A reaper process that was killed is replaced at the next message to it."""
 
     def __init__(self) -> None:
         self._groups: set[int] = set()
@@ -30,12 +30,12 @@ class Reaper:
         self._say(f"+{group}\n")
 
     def forget(self, group: int) -> None:
-        """The group has ended: its number may soon be another's."""
+        """Forget a group that has ended: its number may be used again."""
         self._groups.discard(group)
         self._say(f"-{group}\n")
 
     def close(self) -> None:
-        """Kill what is left."""
+        """Kill the groups that are left."""
         for group in self._groups:
             kill_group(group)
         self._groups.clear()
@@ -71,7 +71,7 @@ def _told(process: subprocess.Popen[bytes], words: str) -> bool:
 
 
 def main() -> None:
-    """Until the pipe closes."""
+    """Collect groups until the pipe closes, then kill those that are left."""
     groups: set[int] = set()
     for line in sys.stdin:
         group = int(line[1:])

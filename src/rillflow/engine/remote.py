@@ -1,8 +1,8 @@
 """An engine host in another process.
 
-An engine that cannot be reached, that hangs up or that is silent for `stall` seconds is EngineLost: what came before
-stands, the rest can be sampled elsewhere. What is wrong with the request itself comes back as the error that it is;
-whatever else is said there, perhaps by another program that has the engine's port now, is a loss too.
+An engine that cannot be reached, that disconnects or that is silent for `stall` seconds is EngineLost: the tokens that
+came before are valid, the rest can be sampled elsewhere. An error of the request itself is raised as it is. Any other
+answer, perhaps of another program that has the engine's port now, is EngineLost, too.
 """
 
 from __future__ import annotations
@@ -15,9 +15,8 @@ from typing import TypeVar
 
 import msgspec
 
-from rillflow.engine.frames import LENGTH, LONGEST, Frame, Generate, Hold, Release, decode
 from rillflow.engine.host import HOLD_SECONDS
-from rillflow.engine.routes import EngineRoutes
+from rillflow.engine.service import LENGTH, LONGEST, EngineRoutes, Frame, Generate, Hold, Release, decode
 from rillflow.errors import BadRequest, EngineError, EngineLost, ErrorBody, RillflowError, from_body
 from rillflow.types import Chunk, EngineInfo, GenerateRequest
 from rillflow.types.decoding import msgpack_decoder
@@ -29,7 +28,7 @@ Body = TypeVar("Body")
 STALL_SECONDS = 10.0
 CONNECT_SECONDS = 3.0
 CONTROL_SECONDS = 2.0
-NEWS_SECONDS = 2.0  # what others say of an engine may be so old: a beat, and a look at the roster
+NEWS_SECONDS = 2.0  # age that information of the roster may have: a beat, and a look at the roster
 _CONNECTIONS = 8192  # bounded by the gateway's calls, which are bounded before they come here
 _END_SECONDS = 1.0
 _REFUSAL = 1 << 20  # bytes of a refusal
@@ -37,7 +36,7 @@ _OF_REQUESTS = (BadRequest, EngineError)
 
 
 class RemoteEngine:
-    """One engine process, by name and address. `known` is the newest that was heard of it, from whomever."""
+    """One engine process, by name and address. `known` is the newest information about it."""
 
     def __init__(
         self, name: str, url: str, token: str, *, stall: float = STALL_SECONDS, connect: float = CONNECT_SECONDS
@@ -48,13 +47,13 @@ class RemoteEngine:
         self._stall = stall
         self._connections = Connections(url, {"authorization": f"Bearer {token}"}, _CONNECTIONS, connect)
         self._closed = False
-        self._told_at = -math.inf  # when the engine itself last said how it is
-        self._noted_at: dict[str, float] = {}  # when a policy's tokens last said that it has newer weights
+        self._told_at = -math.inf  # when the engine itself last answered
+        self._noted_at: dict[str, float] = {}  # when a policy's tokens last showed newer weights
         self._encode = msgspec.msgpack.Encoder().encode
 
     def hear(self, info: EngineInfo) -> None:
-        """What others say of it. It may be older than the engine's own word and tokens: of two versions the newer one
-        counts then. Theirs may be newer as well, where nobody has sampled since: who waits for it would wait on."""
+        """Take information about the engine from the roster. It may be older than the engine's own answers and tokens:
+        of two versions the newer one counts then. It may be newer where the engine has sampled nothing since."""
         known, since = self.known, asyncio.get_running_loop().time() - NEWS_SECONDS
         newer = {
             policy: max(version, info.versions.get(policy, version))
@@ -65,7 +64,7 @@ class RemoteEngine:
         self.known = msgspec.structs.replace(info, versions=info.versions | newer, paused=paused)
 
     async def info(self) -> EngineInfo:
-        """Ask it; EngineLost when it does not answer."""
+        """Ask the engine. Raise EngineLost when it does not answer."""
         return await self._told(EngineRoutes.status, None)
 
     async def hold(self, reason: str, *, move: bool = False, seconds: float = HOLD_SECONDS) -> EngineInfo:
@@ -75,7 +74,7 @@ class RemoteEngine:
         return await self._told(EngineRoutes.resume, Release(reason=reason))
 
     async def _told(self, route: Route[Body, EngineInfo], body: Body) -> EngineInfo:
-        """Make one attempt: the caller looks again by itself."""
+        """Make one attempt; the caller repeats it."""
         data = self._encode(body) if route.has_body else b""
         with self._losses(CONTROL_SECONDS):
             status, answer = await self._connections.call(route.method, route.path, data, CONTROL_SECONDS)
@@ -86,7 +85,7 @@ class RemoteEngine:
         return self.known
 
     async def close(self) -> None:
-        """Answers under way, and whatever is asked later, are EngineLost."""
+        """Close the connections: running and later requests are EngineLost."""
         self._closed = True
         self._connections.close()
 
@@ -113,7 +112,7 @@ class RemoteEngine:
                     yield chunk
 
     async def _chunk(self, stream: asyncio.StreamReader) -> Chunk | None:
-        """The next frame's chunk, None for a sign of life; raises the error that a frame carries."""
+        """Return the next frame's chunk, or None for an empty frame; raise the error that a frame carries."""
         size = int.from_bytes(await stream.readexactly(LENGTH), "little")
         if size > LONGEST:
             raise EngineLost(f"engine {self.name} sent a frame of {size} bytes")
@@ -125,14 +124,14 @@ class RemoteEngine:
         return frame.chunk
 
     def _note(self, policy: str, version: int) -> None:
-        # Streams are read at different speeds: what is older than known is old news.
+        # Streams are read at different speeds: an older version than the known one is ignored.
         if self.known.versions.get(policy, -1) < version:
             self.known = msgspec.structs.replace(self.known, versions=self.known.versions | {policy: version})
             self._noted_at[policy] = asyncio.get_running_loop().time()
 
     @contextmanager
     def _losses(self, silence: float) -> Iterator[None]:
-        """Whatever says that the engine is not there is EngineLost."""
+        """Turn every error of the connection into EngineLost."""
         if self._closed:
             raise EngineLost(f"engine {self.name} has gone from {self._url}")
         try:
@@ -148,7 +147,7 @@ class RemoteEngine:
 
 
 async def _to_the_end(reader: asyncio.StreamReader) -> None:
-    """Read the end of an answer that is all there, so that its connection can serve again."""
+    """Read the end of a complete answer, so that its connection can be used again."""
     with suppress(OSError, TimeoutError):
         async with asyncio.timeout(_END_SECONDS):
             await reader.read()

@@ -23,7 +23,7 @@ from rillflow.config import Recipe
 from rillflow.contracts import Clock, SystemClock
 from rillflow.errors import DataError, StorageError
 from rillflow.evaluate.stage import NAME, Ended
-from rillflow.rollout.kept import trajectory_of
+from rillflow.rollout.push import trajectory_of
 from rillflow.storage import disk_errors
 from rillflow.storage.trajectories import FILE, Bounds, Trajectory, TrajectoryStore
 from rillflow.types import Task

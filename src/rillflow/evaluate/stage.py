@@ -28,9 +28,9 @@ from rillflow.gateway.trees.record import SessionRecord
 from rillflow.rollout.cast import build_gateway, open_cast
 from rillflow.rollout.episode import EpisodeFailed
 from rillflow.rollout.episodes import Episodes
-from rillflow.rollout.late import LateRewards
 from rillflow.rollout.loading import refuse_outside
 from rillflow.rollout.players import Open, Played, Player
+from rillflow.rollout.rewards import LateRewards
 from rillflow.types import Ack, Task, TaskLease, UserError
 
 NAME = "evaluation"

@@ -19,7 +19,7 @@ import llguidance
 import msgspec
 from llguidance.gbnf_to_lark import any_to_lark
 
-from rillflow.engine.grammars import compiled
+from rillflow.engine.requests import llguidance_grammar
 from rillflow.gateway.failures import CallRefused
 from rillflow.gateway.reading.reasoning import ReasoningFormat
 from rillflow.gateway.reading.tools import Json, Matching, Maybe, Piece, ToolFormat, Until
@@ -213,7 +213,7 @@ def _quoted(text: str) -> str:
 
 @lru_cache(_CHECKED)
 def _wrong(grammar: Grammar) -> str:
-    return llguidance.LLMatcher.validate_grammar(compiled(grammar))
+    return llguidance.LLMatcher.validate_grammar(llguidance_grammar(grammar))
 
 
 def _checked(grammar: Grammar, param: str) -> Grammar:

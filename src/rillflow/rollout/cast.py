@@ -1,6 +1,6 @@
-"""Who plays a recipe's episodes: its player, reward, tools and environments, and the client that agents share.
+"""The parts that play a recipe's episodes: its player, reward, tools and environments, and the client of the agents.
 
-A rollout node has one, and so has an evaluation: what differs is who hears of an episode's end.
+A rollout node has one cast, and so has an evaluation; they differ in where the end of an episode goes.
 """
 
 from __future__ import annotations
@@ -25,11 +25,10 @@ from rillflow.gateway.trees.render import load_renderer
 from rillflow.rollout.direct_client import DirectClient
 from rillflow.rollout.episode import Reward
 from rillflow.rollout.episodes import Episodes
-from rillflow.rollout.late import LateRewards
 from rillflow.rollout.loading import load_reward
 from rillflow.rollout.players import Player, load_player
 from rillflow.rollout.push import Ends
-from rillflow.rollout.rewards import RewardRules
+from rillflow.rollout.rewards import LateRewards, RewardRules
 from rillflow.wire.tokens import Keyring
 
 
@@ -41,7 +40,7 @@ class Cast(NamedTuple):
     client: DirectClient
 
     async def prepare(self) -> None:
-        """What the reward needs before its first call, such as a model, is there afterwards."""
+        """Load what the reward needs before its first call, such as a model."""
         await prepare_reward(self.reward)
 
     def episodes(self, gateway: Gateway, ends: Ends, late: LateRewards, clock: Clock) -> Episodes:
@@ -62,8 +61,8 @@ class Cast(NamedTuple):
 
 @asynccontextmanager
 async def open_cast(recipe: Recipe, feed: Feed, folder: Path) -> AsyncIterator[Cast]:
-    """`folder` is where agents that are commands get theirs. To be left after the gateway was stopped: then no agent
-    sees its tools go."""
+    """Open a cast. Commands get their folders inside `folder`. Close it after the gateway was stopped, so that no agent
+    loses its tools before."""
     reward = load_reward(recipe)
     async with AsyncExitStack() as stack:
         player = load_player(recipe, feed, folder / "agents")
@@ -89,7 +88,7 @@ def build_gateway(
     sessions: SessionLog | None = None,
     clock: Clock | None = None,
 ) -> Gateway:
-    """Without `sessions` they live in memory."""
+    """Return the gateway of a recipe. Without `sessions`, they are kept in memory."""
     policies = recipe.policies
     return Gateway(
         token,
@@ -103,6 +102,6 @@ def build_gateway(
 
 
 def _sampling(recipe: Recipe, given: SamplingConfig) -> SamplingConfig:
-    """A workflow is the recipe's own code, so what it asks for counts; a program that was written for another model may
-    ask for anything, such as temperature 0, with which nothing is learnt."""
+    """Return the sampling settings of a policy. A workflow belongs to the recipe, so its own settings win. A program
+    that was written for another model may ask for anything, such as temperature 0, from which nothing is learnt."""
     return given.model_copy(update={"wins": given.wins or ("recipe" if recipe.workflow is None else "agent")})

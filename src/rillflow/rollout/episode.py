@@ -141,7 +141,7 @@ class RunningEpisode:
         return PolicyRole(name, policy, partial(self.agent, name), self._chat)
 
     async def close(self) -> None:
-        """Let go of the environment, if there is one; what goes wrong with it then is nobody's failure."""
+        """Close the environment, if it was opened; an error of that does not fail the episode."""
         if self._environment is not None:
             try:
                 async with asyncio.timeout(GIVE_UP_SECONDS):
@@ -288,5 +288,5 @@ async def score(
 
 async def _call_reward(reward: Reward, given: Given, seconds: float) -> Any:
     loop = asyncio.get_running_loop()
-    end = loop.time() + seconds  # nobody pauses a reward
+    end = loop.time() + seconds  # a reward is never paused
     return await _within(lambda: end - loop.time(), _shielded(call(reward, given)))

@@ -1,8 +1,8 @@
-"""The life of an episode: its session opens, somebody plays it, it is rewarded, and the run is told of its end.
+"""The life of an episode: its session opens, a player plays it, it is rewarded, and its end is sent to the run.
 
-Invariants: an episode ends in exactly one word to the run, or in none where its lease was lost or nobody took it; no
-call is answered after it was played; what it left stays in the session's log until the run has it. An episode that was
-played and waits for its reward holds a session, but no place among those that are played.
+Invariants: the end of an episode is sent to the run exactly once, or not at all if its lease was lost or no agent took
+it; no call is answered after it was played; its record stays in the session's log until the run has it. An episode that
+was played and waits for its reward holds a session, but does not count as played.
 """
 
 from __future__ import annotations
@@ -30,21 +30,20 @@ from rillflow.gateway.server import Gateway, anthropic_url
 from rillflow.gateway.sessions.session import Session
 from rillflow.gateway.trees.record import SessionRecord
 from rillflow.rollout.episode import MOST_METRICS, EpisodeFailed, Give, Reward, RunningEpisode, score
-from rillflow.rollout.late import LateRewards
 from rillflow.rollout.players import NotTaken, OutsidePlayer, Played, Player
 from rillflow.rollout.push import Ends, check_record
-from rillflow.rollout.rewards import RewardRules, rewards_given, role_rewards
+from rillflow.rollout.rewards import LateRewards, RewardRules, rewards_given, role_rewards
 from rillflow.types import Ack, EpisodeFacts, TaskLease, Wire
 
 log = logging.getLogger(__name__)
 
-# Metrics: how often somebody tried to give a reward that does not count, or asked for other sampling than the recipe's.
+# Metrics: rewards given that do not count, requests for other sampling than the recipe's, unparsed tool calls.
 REWARDS_REFUSED, SAMPLING_OVERRULED, UNPARSED = "rewards_refused", "sampling_overruled", "unparsed_calls"
 _LINGER = 600.0  # seconds that a session may be there after its deadline and its reward's
 
 
 class Kept(Wire, frozen=True):
-    """What a session's log says of its episode, for the node that comes after this one died."""
+    """The facts of an episode in its session's log, for the node that follows if this one dies."""
 
     lease: TaskLease
     begun: float
@@ -55,8 +54,8 @@ class Kept(Wire, frozen=True):
 class Episodes:
     """All episodes of one node. `waiting` of them were played and wait for their reward.
 
-    `on_room` is told when there is room for another; `stopping` leaves what is under way to the node that comes after.
-    While the node is `resting` there is room for none.
+    `on_room` is called when there is room for another; `stopping` leaves running episodes to the node that follows.
+    A `resting` node has no room.
     """
 
     def __init__(
@@ -94,7 +93,7 @@ class Episodes:
         self._rules = rules or RewardRules()
 
     def room(self, under_way: int) -> int:
-        """How many tasks to ask for when so many are under way."""
+        """Return how many tasks to ask for, given the number under way."""
         if self.resting:
             return 0
         played = under_way - self.waiting
@@ -105,14 +104,14 @@ class Episodes:
     # ------------------------------------------------------------ beginnings
 
     async def play(self, lease: TaskLease) -> bool:
-        """Play one task to its end; whether the run took it as completed."""
+        """Play one task to its end; return whether the run accepted it as completed."""
         kept = Kept(lease=lease, begun=self._clock.now())
         return await self._life(kept, self._player.play(lease.attempt, lambda: self._open(kept)))
 
     def going_on(self, restored: Sequence[Session]) -> list[Session]:
-        """Those sessions of the node before this one that go on; the agents of the others died with it.
+        """Return the sessions of the node before this one that go on; the agents of the others died with it.
 
-        Asked before the gateway listens: agents from outside may end theirs as soon as it does.
+        Called before the gateway listens: agents from outside may end theirs as soon as it does.
         """
         going_on = {session.id: session for session in restored if self._goes_on(session)}
         for session in restored:
@@ -164,14 +163,14 @@ class Episodes:
     # ------------------------------------------------------------ endings
 
     async def _life(self, kept: Kept, playing: Awaitable[Played]) -> bool:
-        """From the first call to the word to the run, whatever happens in between."""
+        """Play an episode and send its end to the run, whatever happens in between."""
         lease, ack = kept.lease, Ack(accepted=False, reason="the run wants this episode no more")
         try:
             ack = await self._ended(kept, playing)
         except NotTaken:
             log.info("task %s: nobody took it; it goes back", lease.task.id)
         except RillflowError as error:
-            # Refused for good. The lease runs out by itself and the task is played again, here or elsewhere.
+            # This refusal is final. The lease expires and the task is played again, here or elsewhere.
             log.warning("task %s: its end was refused: %s", lease.task.id, error)
             ack = Ack(accepted=False, reason=error.message)
         finally:
@@ -228,8 +227,8 @@ class Episodes:
         return played, None
 
     def _rewarded(self, session: Session, failure: EpisodeFailed) -> tuple[str, float] | None:
-        """Return the end of the recipe's `ends` that this failure is, with its reward. An episode in which nothing was
-        sampled, or in which a call failed through no fault of the agent, is none of the policy's doing."""
+        """Return the name of this failure in the recipe's `ends`, with its reward. The policy did not cause the failure
+        of an episode in which nothing was sampled, or in which a call failed without a fault of the agent."""
         sampled = any(tree.leaves() for tree in session.trees.values())
         return self._rules.end(failure.cause, failure.detail) if sampled and not session.faults else None
 
@@ -240,7 +239,7 @@ class Episodes:
             self._sessions.forget(attempt)
 
     async def _rewards(self, kept: Kept, played: Played, metrics: dict[str, float]) -> Mapping[str, float]:
-        """The reward of each policy: the recipe's function's, what the player told, or what was given over HTTP."""
+        """Return the reward of each policy: of the recipe's function, of the player, or given over HTTP."""
         limit, session = self._limits.reward_timeout, self._sessions.get(kept.lease.attempt)
         payload = kept.lease.task.prompt.payload
         if self._reward is not None:
@@ -277,7 +276,7 @@ class Episodes:
         return Given(payload, played.answer, read=read, metrics=played.metrics, episode=facts)
 
     def _giving(self, session: Session) -> Give:
-        """Rewards from this process: they need not be on disk before the next word, only before the session's end."""
+        """Return the function that gives rewards from this process. They are on disk before the session ends."""
 
         def give(value: float, *, call: str | None, turn: int | None, leaf: int | None, policy: str | None) -> None:
             if self._reward is not None and call is None and turn is None and leaf is None:
@@ -296,7 +295,7 @@ class Episodes:
         return give
 
     async def _await_reward(self, kept: Kept, session: Session) -> None:
-        """The episode waits aside; its agent is free for another."""
+        """Wait for the reward of an episode that was played; its agent is free for another one."""
         until = kept.rewarded_until or self._clock.now() + self._limits.late_rewards
         seconds = max(0.0, until - self._clock.now())
         waits = msgspec.structs.replace(kept, rewarded_until=until)
@@ -312,7 +311,7 @@ class Episodes:
 
 
 def _is_rewarded(session: Session) -> bool:
-    """Whether every policy of the session has a reward of the whole session."""
+    """Return whether every policy of the session has a reward of the whole session."""
     return session.trees.keys() <= session.rewards.settle().session.keys()
 
 

@@ -1,16 +1,16 @@
-"""A node in the process of its trainer: it samples when it is told to, with weights that are handed over in memory.
+"""A node in the process of its trainer: it samples when the trainer lets it, with weights handed over in memory.
 
 Invariants: the own engine samples no token, and no task is leased, before the first `begin`, nor between an `end` and
-the next `begin`; what it samples in between is of the version that was handed over. Episodes that are cut by an `end`
-stay open. Where they pause, they go on, with a seam, under the weights of the next `begin`, and their time stands still
-meanwhile; where they move, they go on at once at engines of other workers, of whichever version those serve.
+the next `begin`; its tokens in between have the version that was handed over. Episodes that are cut by an `end` stay
+open. If they pause, they go on, with a seam, under the weights of the next `begin`, and their time stands still
+meanwhile; if they move, they go on at once at engines of other workers, at the version that those serve.
 
 Beside nodes that only roll out this is the spatiotemporal multiplexing of SeamlessFlow (4.3), step by step:
 
 1. Workers carry tags: the trainer's process both, `rollout` and `train`, others `rollout` alone (`config.resources`).
 2. All of them roll out at first: the trainer waits for a batch, between `begin` and `end`.
-3. The trainer is told as soon as there are samples enough for an update: its lease of a batch is answered.
-4. Its worker is preempted: `end`. Others are not interrupted; what they sample from now on is off-policy by a version.
+3. The trainer's lease of a batch is answered as soon as there are enough samples for an update.
+4. Its worker is preempted: `end`. Others are not interrupted; their samples are off-policy by one version from now on.
 5. The update is done: `begin` again. All roll out on the new weights, this worker from memory, others from the store.
 """
 
@@ -34,7 +34,7 @@ _TRAINING = "training"
 
 
 class HandedWeights:
-    """`contracts.WeightStore` of one version, which lies in memory until the engine has it."""
+    """A `contracts.WeightStore` of one version, held in memory until the engine has it."""
 
     def __init__(self) -> None:
         self._head: int | None = None
@@ -59,17 +59,17 @@ class HandedWeights:
         return self._probe if version == self._head else None
 
     def rewind(self, version: int) -> list[int]:
-        """Nothing is kept that could come back."""
+        """Return no version: none is kept."""
         return []
 
     def taken(self) -> None:
-        """The engine has its copy: the trainer may change these tensors."""
+        """Forget the tensors, of which the engine has a copy now: the trainer may change them."""
         self._tensors = {}
 
 
 class NodeClock:
     """A clock whose monotonic time stands still between `stop` and `go`: an episode that training has paused does not
-    grow older. What is written down has the real time."""
+    grow older. `now` is the real time."""
 
     def __init__(self, real: Clock | None = None) -> None:
         self._real = real or SystemClock()
@@ -93,10 +93,10 @@ class NodeClock:
 
 
 class Handover:
-    """The trainer's hand on the node of its process; everything here runs in the node's event loop.
+    """The trainer's control of the node in its process; everything here runs in the node's event loop.
 
-    With `move`, answers under way go on at other engines while the trainer needs this worker, if there are any; with
-    `free`, the engine's cache gives its memory back meanwhile. `spans` hear what the node's engine does.
+    With `move`, running answers go on at other engines, if any, while the trainer needs this worker; with `free`, the
+    engine releases the memory of its cache meanwhile. `spans` record the work of the node's engine.
     """
 
     def __init__(
@@ -118,12 +118,12 @@ class Handover:
         self._episodes: Episodes | None = None
 
     async def attach(self, engines: NodeEngines, episodes: Episodes) -> None:
-        """The node is about to run; it rests until it is told to begin."""
+        """Take over a node that is about to run; it rests until `begin`."""
         self._engines, self._episodes = engines, episodes
         await self.end()
 
     def detach(self) -> None:
-        """The node has ended: there is nothing left to begin or to end."""
+        """Release a node that has ended."""
         self._engines = self._episodes = None
 
     async def begin(self, tensors: Tensors, version: int, probe: Probe | None = None) -> None:

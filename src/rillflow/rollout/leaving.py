@@ -1,4 +1,7 @@
-"""When a node has to be gone: because somebody retired it, or asked its process to stop."""
+"""The deadline of a node that leaves, because it was retired or its process was asked to stop.
+
+A module of its own: the CLI imports it, and must not import what a node imports.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,7 @@ from rillflow.contracts import Clock, SystemClock
 
 
 class Departure:
-    """Of one node. The earliest word counts; `on_change` is told of every one that does."""
+    """The deadline of one node. The earliest one counts; `on_change` is called when it changes."""
 
     def __init__(self, clock: Clock | None = None) -> None:
         self.on_change: Callable[[], None] = lambda: None
@@ -22,7 +25,7 @@ class Departure:
 
     @property
     def left(self) -> float:
-        """Seconds to go on with what is under way; infinite for a node that stays."""
+        """Seconds left for running episodes; infinite for a node that stays."""
         return max(0.0, self._at - self._clock.monotonic())
 
     def within(self, seconds: float) -> None:

@@ -1,8 +1,8 @@
-"""The rollout node: lease tasks, play many episodes at once, follow the weights, renew what is under way.
+"""The rollout node: lease tasks, play many episodes at once, follow the weights, renew leases.
 
-Invariants: at most `episodes` episodes are played at once; tasks are leased only while somebody can play them and
-engines serve every policy; an episode whose lease is lost is cancelled and pushes nothing. A node that leaves asks for
-no more tasks, ends what it can in its time, and hands the rest back before it goes.
+Invariants: at most `episodes` episodes are played at once; tasks are leased only while a player is free and engines
+serve every policy; an episode whose lease is lost is cancelled and pushes nothing. A node that leaves asks for no more
+tasks, ends the episodes that it can within its deadline, and returns the other leases.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ GOODBYE = 10.0  # seconds that the last word of a node that leaves may take
 
 
 class Node:
-    """One node: its gateway, engines and episodes are handed in, started.
+    """One node. Its gateway, engines and episodes are given, started.
 
-    A node that comes after one that died has its `incarnation` if it goes on with sessions of it, so that their leases
-    are still its own. One that nobody supervises ends when the service has not answered for `patience` seconds.
+    A node that follows one that died has its `incarnation` if it continues sessions of it, so that it keeps their
+    leases. A node without a supervisor ends when the service has not answered for `patience` seconds.
     """
 
     def __init__(
@@ -78,7 +78,7 @@ class Node:
         self._left = False
 
     def wake(self) -> None:
-        """There may be room for tasks, or somebody asks for one."""
+        """Look for tasks again: there may be room, or an agent asks for one."""
         self._freed.set()
 
     def _leaves(self) -> None:
@@ -87,8 +87,8 @@ class Node:
         self.wake()
 
     async def run(self, going_on: Sequence[Session] = ()) -> None:
-        """Until the run has ended or the node has left. What still runs is cancelled then: nobody waits for it, or it
-        is played elsewhere.
+        """Play until the run has ended or the node has left. Episodes that still run are cancelled then; after a
+        departure they are played elsewhere.
 
         `going_on` are sessions of the node before this one, named by the attempts that play them.
         """
@@ -118,7 +118,7 @@ class Node:
     # ------------------------------------------------------------ leaving
 
     async def _drain(self) -> bool:
-        """A moment in which nothing is leased; False once nothing is under way, or the time is over."""
+        """Wait a moment without leasing; return False once no episode runs, or the deadline has passed."""
         if not self._playing or self._departure.left <= 0:
             return False
         self._freed.clear()
@@ -128,7 +128,7 @@ class Node:
         return not self._ended
 
     async def _say_goodbye(self) -> None:
-        """What this node still holds returns at once."""
+        """Return the leases that this node still holds."""
         try:
             await self._dataflow.leave(LeaveRun(node=self.name, incarnation=self._incarnation), GOODBYE)
         except RillflowError as error:
@@ -155,7 +155,7 @@ class Node:
             incarnation=self._incarnation,
             want=room,
             versions=versions,
-            # The answer may be another as soon as newer weights are there: no long question meanwhile.
+            # The answer changes as soon as newer weights come: do not wait long meanwhile.
             wait=0.0 if self._behind(versions) else LEASE_WAIT if self._engines.own else ROSTER_WAIT,
             attempt=self._asking,
         )
@@ -191,7 +191,7 @@ class Node:
         )
 
     def _catch_up(self) -> None:
-        """Pull what is behind, each policy in a task of its own, so that a slow one delays nobody."""
+        """Pull newer weights, each policy in its own task, so that a slow one delays no other."""
         for policy in self._engines.behind(self._heads):
             if policy not in self._pulls:
                 self._pulls[policy] = asyncio.create_task(self._pull(policy), name=f"pull-{policy}")
@@ -258,7 +258,7 @@ class Node:
             incarnation=self._incarnation,
             attempts=list(self._playing),
             versions=self._engines.versions() or {},
-            # What waits for its reward holds a task, but takes nobody's place.
+            # An episode that waits for its reward holds a task, but is not played.
             capacity=self._limits.episodes + waiting,
             stats=stats | {name: value for name, value in self._engines.stats().items() if math.isfinite(value)},
             active="train" if self._episodes.resting else "rollout",

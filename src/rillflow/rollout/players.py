@@ -1,4 +1,4 @@
-"""Who plays the episodes: the user's workflow, a command, or agents from outside that ask for tasks."""
+"""Players of episodes: the user's workflow, a command, or agents from outside that ask for tasks."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ Open = Callable[[], RunningEpisode]
 
 
 class Played(NamedTuple):
-    """What is left when an episode was played: an answer for the reward function, a reward, if one was told, what the
-    workflow has measured, and the roles that it named. `end` is how it ended, if without an answer."""
+    """The outcome of an episode: an answer for the reward function, a reward if one was given, the workflow's metrics,
+    and the roles that it named. `end` is how it ended, if without an answer."""
 
     answer: Any
     reward: Any = None
@@ -30,22 +30,22 @@ class Played(NamedTuple):
 
 
 class NotTaken(Exception):
-    """The agent that asked for the task has gone: it is given back, which is nobody's failure."""
+    """The agent that asked for the task is gone: the task goes back and does not count as failed."""
 
 
 class Player(Protocol):
     """Plays one episode in the session that `open_session` begins, or fails it with EpisodeFailed."""
 
     def wanted(self) -> int | None:
-        """How many tasks somebody waits for; None: as many as there is room for."""
+        """Return how many tasks agents wait for; None means as many as there is room for."""
 
     async def play(self, attempt: str, open_session: Open) -> Played: ...
 
     def over(self, attempt: str, *, accepted: bool, reason: str) -> None:
-        """The run has been told of the episode's end, or wants it no more."""
+        """Learn that the run has the episode's end, or no longer wants it."""
 
     def close(self) -> None:
-        """Nothing is played any more."""
+        """Stop: nothing is played after this."""
 
 
 class WorkflowPlayer:
@@ -151,7 +151,7 @@ def task_of(attempt: str, episode: RunningEpisode) -> OutsideTask:
 
 
 def load_player(recipe: Recipe, feed: Feed, folder: Path) -> Player:
-    """`folder` is where commands get theirs."""
+    """Return the recipe's player. Commands get their folders inside `folder`."""
     if recipe.outside:
         return OutsidePlayer(feed)
     if recipe.command is not None:

@@ -1,8 +1,9 @@
-"""What an episode leaves goes to the run: its payload to a storage unit first, then its end to the ledger.
+"""How the end of an episode reaches the run: its payload goes to a storage unit first, then its end to the ledger. And
+its trajectory in the form that is kept for people.
 
 Invariants: a trajectory is durable before its task is completed; a record with holes is never trained on; the end of
-an episode is told again until the ledger has acknowledged or refused it, whatever its disk or the network does. An
-episode whose lease is lost meanwhile is cancelled by its node, which ends the telling.
+an episode is sent again until the ledger has acknowledged or refused it, whatever its disk or the network does. An
+episode whose lease is lost meanwhile is cancelled by its node, which ends the sending.
 """
 
 from __future__ import annotations
@@ -11,16 +12,19 @@ import asyncio
 import json
 import logging
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
 
 from rillflow.clients.dataflow import DataflowClient
 from rillflow.clients.units import UnitWriter
-from rillflow.config.tracebacks import UserErrors, short
+from rillflow.config.tracebacks import UserErrors, short, trace_of
+from rillflow.contracts import Clock
 from rillflow.errors import DeadlineExceeded, LeaseLost, RillflowError, StorageError, Unavailable
 from rillflow.gateway.trees.record import Sample, SessionRecord, cause, forks, forks_always
 from rillflow.rollout.episode import EpisodeFailed
-from rillflow.rollout.kept import FailureSender
 from rillflow.rollout.rewards import RewardRules, check_parts, require_all
+from rillflow.storage.trajectories import TokenPath, Trajectory, TrajectoryInfo, described, encode_body
 from rillflow.types import Ack, CompleteTask, FailTask, Row, SampleMeta, TaskLease
 
 if TYPE_CHECKING:
@@ -32,10 +36,13 @@ PUSH_DEADLINE = 120.0
 FORKS, FORWARDED, TRAINED = "forks", "tokens_forwarded", "tokens_trained"  # metrics of an episode
 FIRST_PAUSE, LONGEST_PAUSE = 0.5, 10.0  # seconds between two tries to tell an end
 _MAY_PASS = (Unavailable, DeadlineExceeded, StorageError)
+MOST_SENT = 1 << 20  # bytes of a failed episode that a node sends
+BURST, PAUSE = 16, 5.0  # failed episodes that a node sends at once; seconds between two later ones
+_LONGEST_ERROR = 20_000
 
 
 class Ends(Protocol):
-    """Hears how episodes end: the run's ledger, or whoever plays them for itself."""
+    """Receives the ends of episodes: the run's ledger, or an evaluation."""
 
     async def complete(
         self,
@@ -55,9 +62,9 @@ class Ends(Protocol):
 
 
 class Pusher:
-    """Tells the run of the ends of one node's episodes, and of the errors of user code that `errors` has heard of. What
-    the agents called `untrained` said is not for trainers. `failures` decides what is sent of failed episodes, for
-    people; without it nothing is."""
+    """Sends the ends of one node's episodes to the run, with the errors of user code that `errors` has. Samples of
+    `untrained` agents are not for trainers. `failures` decides how much of failed episodes is sent, for people;
+    without it nothing is sent."""
 
     def __init__(
         self,
@@ -145,7 +152,7 @@ class Pusher:
         return Ack(accepted=False, reason=str(failure))
 
     async def _tell(self, lease: TaskLease, tell: Callable[[], Awaitable[Ack]]) -> Ack:
-        """Tell an end until the service answers. An error that will not pass is raised."""
+        """Send an end until the service answers. An error that cannot pass is raised."""
         pause = FIRST_PAUSE
         while True:
             try:
@@ -159,8 +166,8 @@ class Pusher:
 def check_record(
     record: SessionRecord, rewards: Mapping[str, float], *, answer_is_reward: bool, rules: RewardRules | None = None
 ) -> None:
-    """EpisodeFailed where a record cannot be trained on: no call, holes, a policy or a part without its reward, or
-    rewards that break the recipe's `rules` (None: nobody trains on it)."""
+    """Raise EpisodeFailed if a record cannot be trained on: no call, holes, a policy or a part without its reward, or
+    rewards that break the recipe's `rules` (None: it is not trained on)."""
     if record.calls == 0:
         raise EpisodeFailed("no_model_call", "the agent called no model")
     if not record.trainable:
@@ -215,7 +222,7 @@ def _firsts(samples: Sequence[Sample]) -> list[int]:
 
 
 def describe(sample: Sample, row: Row, reward: float) -> SampleMeta:
-    """What the ledger is told of a sample; its own reward wins over its policy's."""
+    """Return the ledger's entry of a sample; its own reward wins over its policy's."""
     return SampleMeta(
         policy=sample.policy,
         row=row,
@@ -230,3 +237,82 @@ def describe(sample: Sample, row: Row, reward: float) -> SampleMeta:
         agent=sample.agent,
         turn=sample.turn,
     )
+
+
+# ------------------------------------------------------------ trajectories for people
+
+
+def trajectory_of(
+    record: SessionRecord | None,
+    *,
+    payload: Mapping[str, Any],
+    rewards: Mapping[str, float],
+    metrics: Mapping[str, float],
+    error: str = "",
+    **known: Any,
+) -> Trajectory:
+    """Return the trajectory of an episode that left `record`; `rewards` are its policies', `known` are fields of its
+    info that the record does not tell."""
+    samples = [] if record is None else token_paths(record, rewards)
+    return Trajectory(
+        info=described(samples, calls=0 if record is None else record.calls, **known),
+        payload=payload,
+        paths=[] if record is None else record.transcript(),
+        rewards=metrics,
+        error=error,
+        samples=samples,
+    )
+
+
+def token_paths(record: SessionRecord, rewards: Mapping[str, float]) -> list[TokenPath]:
+    """Return the tokens of all paths, in the order of the transcript."""
+    samples = [sample for policy in record.trees for sample in record.samples(policy)]
+    return [_token_path(sample, number, rewards.get(sample.policy, 0.0)) for number, sample in enumerate(samples)]
+
+
+def _token_path(sample: Sample, number: int, reward: float) -> TokenPath:
+    columns = sample.columns
+    return TokenPath(
+        policy=sample.policy,
+        role=sample.agent,
+        reward=reward if sample.reward is None else sample.reward,
+        fork=sample.fork,
+        truncated=sample.truncated,
+        path=number,
+        tokens=columns["tokens"],
+        mask=columns["mask"],
+        logprobs=np.where(columns["temperatures"] > 0, columns["logprobs"], columns["raw_logprobs"]),
+        versions=columns["versions"],
+    )
+
+
+def error_of(failure: EpisodeFailed) -> str:
+    """Return what a failure said, with its traceback where user code raised."""
+    trace = trace_of(failure.__cause__) if failure.__cause__ is not None else ""
+    return "\n".join(filter(None, (failure.error, trace)))[-_LONGEST_ERROR:]
+
+
+class FailureSender:
+    """Decides which failed episodes a node sends, and how much of them: some at once, then one every few seconds."""
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._left = float(BURST)
+        self._at = clock.monotonic()
+
+    def body(self, record: SessionRecord | None, failure: EpisodeFailed) -> bytes:
+        """Return what is sent of a failed episode; nothing where enough were sent of late. One that is too large goes
+        without its tokens, or not at all."""
+        now = self._clock.monotonic()
+        self._left, self._at = min(self._left + (now - self._at) / PAUSE, BURST), now
+        if self._left < 1:
+            return b""
+        self._left -= 1
+        unnamed = TrajectoryInfo(id="", time=0.0, lane="train", status="failed", kept="failure")
+        paths = [] if record is None else record.transcript()
+        tokens = [] if record is None else token_paths(record, {})
+        for samples in (tokens, []):
+            body = encode_body(Trajectory(unnamed, paths=paths, error=error_of(failure), samples=samples))
+            if len(body) <= MOST_SENT:
+                return body
+        return b""

@@ -1,14 +1,16 @@
-"""What a workflow or a reward function may return: a number, or a mapping of policies to numbers; and what rewards
-that were given to a session, or to parts of it, come to.
+"""The rewards of an episode: those that a workflow or a reward function returns (a number, or a number for each
+policy), those that were given to a session or to parts of it, and those that come after its end.
 
-Invariants: every sample that an episode trains has a finite reward that somebody gave it, or its policy; none is made
-up. A sample with several rewarded answers is trained as the recipe says (`trainer.step_rewards`), or refused.
+Invariants: every sample that an episode trains has a finite reward that was given to it or to its policy; no reward is
+invented. A sample with several rewarded answers is trained as the recipe says (`trainer.step_rewards`), or refused.
 """
 
 from __future__ import annotations
 
+import asyncio
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from numbers import Real
 from statistics import fmean
@@ -18,19 +20,21 @@ import numpy as np
 
 from rillflow.agents.rewards.registry import load_group_reward
 from rillflow.config import Recipe
+from rillflow.contracts import Clock
 from rillflow.errors import RewardError, RillflowError, WorkflowError
 from rillflow.gateway.sessions.rewards import Settled
 from rillflow.gateway.trees.record import LeafReward, SessionRecord, leaf_rewards
 from rillflow.gateway.trees.tree import TokenTree
 
+LOOK = 1.0  # longest sleep between two looks at the clock
 _BY_STEPS = ("own", "to_go")  # values of `trainer.step_rewards` with which a trainer reads rewards of single answers
 _NONE_NAMED = "the workflow must return the reward, because the recipe names none"
 
 
 @dataclass(frozen=True)
 class RewardRules:
-    """What a recipe says of rewards. `steps` is the `trainer.step_rewards` of whoever trains on a policy's samples;
-    what `untrained` agents said needs no reward; `ends` are the rewards of episodes that ended without an answer.
+    """The rules of a recipe for rewards. `steps` is the `trainer.step_rewards` of the trainer of a policy's samples;
+    samples of `untrained` agents need no reward; `ends` are the rewards of episodes that ended without an answer.
     `grouped`: the dataflow service adds a reward of the whole group."""
 
     steps: Mapping[str, str | None] = field(default_factory=dict)
@@ -70,7 +74,7 @@ def rewards_of(value: Any, policies: Sequence[str], *, answer_is_reward: bool) -
 
 
 def require_all(rewards: Mapping[str, float], sampled: Collection[str], *, answer_is_reward: bool) -> None:
-    """Refuse rewards that leave out a policy which has `sampled`: what it did would be trained on a guess."""
+    """Refuse rewards that leave out a policy which has `sampled`: its samples would be trained on a guess."""
     missing = sorted(set(sampled) - set(rewards))
     if missing:
         raise (WorkflowError if answer_is_reward else RewardError)(
@@ -144,3 +148,33 @@ def _finite(value: Any, kind: type[RillflowError], what: str) -> float:
     if not math.isfinite(value):
         raise RewardError(f"{what} is {value}")
     return float(value)
+
+
+class LateRewards:
+    """Wakes the episodes that wait for a reward of their session after they were played, until a deadline. It holds one
+    entry for each session that is waited for."""
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._news: dict[str, asyncio.Event] = {}
+
+    def given(self, session: str) -> None:
+        """Wake the episode of this session, if it waits."""
+        if session in self._news:
+            self._news[session].set()
+
+    async def wait(self, session: str, enough: Callable[[], bool], until: float) -> bool:
+        """Return whether `enough` became true before `until`, on the monotonic clock; each reward asks again."""
+        news = self._news[session] = asyncio.Event()
+        try:
+            while not enough():
+                left = until - self._clock.monotonic()
+                if left <= 0:
+                    return False
+                news.clear()
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(min(left, LOOK)):
+                        await news.wait()
+            return True
+        finally:
+            del self._news[session]

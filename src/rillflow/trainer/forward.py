@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from rillflow import kernels
 from rillflow.config import TrainerConfig
 from rillflow.errors import ConfigError
-from rillflow.trainer.attention import LOOPS, choose, hidden_states
+from rillflow.trainer.attention import choose, hidden_states
 from rillflow.trainer.exact import exact_scores
 from rillflow.trainer.heads import PolicyHead
 from rillflow.trainer.lora import adapters_off
@@ -84,10 +85,11 @@ def _backend(model: PreTrainedModel, config: TrainerConfig) -> str:
     device = next(model.parameters()).device
     # What is compiled already is not called from Python's loops.
     wanted = "sdpa" if config.attention == "auto" and config.compile and device.type == "cpu" else config.attention
-    backend = choose(model, wanted, device, dtype=DTYPES[config.dtype], trees=config.trees)
-    if backend == LOOPS:
-        from rillflow.trainer.fused import fuse
-        from rillflow.trainer.fused.ahead import compile_ahead
+    dtype = DTYPES[config.dtype]
+    backend = choose(model, wanted, device, dtype=dtype, trees=config.trees)
+    on_cpu = device.type == "cpu" and dtype == torch.float32 and backend != "padded"
+    if on_cpu and not config.compile and kernels.enabled("layers"):
+        from rillflow.trainer.fused import compile_ahead, fuse
 
         fuse(model)
         compile_ahead()

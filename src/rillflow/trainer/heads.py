@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch.utils.checkpoint import checkpoint
 
+from rillflow import kernels
 from rillflow.trainer.attention import decoder
 
 if TYPE_CHECKING:
@@ -145,16 +146,16 @@ def _factor(log_TV: torch.Tensor, piece: _Piece, shape: Shape, stats: _Stats) ->
 
 def _looped_stats(piece: _Piece, shape: Shape) -> _Stats:
     """As `_stats`, by compiled loops."""
-    from rillflow.trainer.softmax import summed
+    from rillflow.kernels import softmax
 
-    return _Stats(*summed(piece.raw_TV, piece.target_T, shape.scale / piece.temperature_T))
+    return _Stats(*softmax.stats(piece.raw_TV, piece.target_T, shape.scale / piece.temperature_T))
 
 
 def _looped_shares(piece: _Piece, shape: Shape, total_T: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """As `_shares`, by compiled loops, in place of the logits."""
-    from rillflow.trainer.softmax import shared_
+    from rillflow.kernels import softmax
 
-    return shared_(piece.raw_TV, shape.scale / piece.temperature_T, total_T)
+    return softmax.probabilities_(piece.raw_TV, shape.scale / piece.temperature_T, total_T)
 
 
 _FUNCTIONS: tuple[Callable[..., Any], ...] = (_stats, _slopes, _shares, _scaled)
@@ -280,7 +281,7 @@ class PolicyHead:
         )
         self._keeps = not config.recompute and config.entropy == 0 and self._how.shape.cap is None
         self._known = type(self._head) is torch.nn.Linear and self._agrees()
-        on_cpu = next(model.parameters()).device.type == "cpu" and not config.compile
+        on_cpu = next(model.parameters()).device.type == "cpu" and not config.compile and kernels.enabled("softmax")
         self._loops = self._known and on_cpu and self._head.bias is None and self._how.shape.cap is None
 
     def __call__(self, hidden_TD: torch.Tensor, target_T: torch.Tensor, temperature_T: torch.Tensor) -> Scores:

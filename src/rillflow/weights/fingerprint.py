@@ -17,52 +17,41 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from rillflow import kernels
 from rillflow.contracts import Change
 from rillflow.errors import WeightsError
+from rillflow.kernels import delta as codec
+from rillflow.kernels.delta import reference
 
 _MODULUS = 1 << 64
-_STEP, _FIRST, _SECOND = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
-_CHUNK = 1 << 14  # words: all that is computed of them stays in the processor's cache
 _SAME_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def fingerprint(tensor: torch.Tensor, first_word: int = 0) -> int:
     """Of a tensor, or the partial sum of the part of one that begins at the word `first_word`."""
-    if tensor.is_cuda:
-        from rillflow.weights.delta import gpu
+    if tensor.is_cuda and kernels.enabled("delta_gpu"):
+        from rillflow.kernels.delta import gpu
 
         return gpu.fingerprint_gpu(tensor, first_word)
-    from rillflow.weights.delta.cpu import words
-
-    words_W, rest_W = _words(tensor)
-    found = int(words.total(words_W, first_word)) + int(words.total(rest_W, first_word + len(words_W)))
-    return found % _MODULUS
+    words_W, rest_W = _words(tensor.cpu())
+    return (codec.total(words_W, first_word) + codec.total(rest_W, first_word + len(words_W))) % _MODULUS
 
 
 def fingerprints(parts: Sequence[tuple[torch.Tensor, int]]) -> list[int]:
     """`fingerprint` of each tensor with its first word; a GPU is waited for once."""
-    if parts and all(tensor.is_cuda for tensor, _ in parts):
-        from rillflow.weights.delta import gpu
+    if parts and kernels.enabled("delta_gpu") and all(tensor.is_cuda for tensor, _ in parts):
+        from rillflow.kernels.delta import gpu
 
         return gpu.fingerprints_gpu(parts)
     return [fingerprint(tensor, first_word) for tensor, first_word in parts]
 
 
 def plain(tensor: torch.Tensor, first_word: int = 0) -> int:
-    """The same several times slower, but at once: it needs no compiled loops, which take seconds to load."""
+    """Return the same several times slower, but at once: it needs no compiled loops, which take seconds to load."""
     if tensor.is_cuda:
         return fingerprint(tensor, first_word)
-    total = 0
-    for words_W in _words(tensor):
-        for start in range(0, len(words_W), _CHUNK):
-            z_W = words_W[start : start + _CHUNK]
-            first = first_word + start + 1
-            z_W = z_W + np.arange(first, first + len(z_W), dtype=np.uint64) * np.uint64(_STEP)
-            z_W = (z_W ^ (z_W >> np.uint64(30))) * np.uint64(_FIRST)
-            z_W = (z_W ^ (z_W >> np.uint64(27))) * np.uint64(_SECOND)
-            total += int((z_W ^ (z_W >> np.uint64(31))).sum())
-        first_word += len(words_W)
-    return total % _MODULUS
+    words_W, rest_W = _words(tensor)
+    return (reference.total(words_W, first_word) + reference.total(rest_W, first_word + len(words_W))) % _MODULUS
 
 
 def gained(base: torch.Tensor, new: torch.Tensor, first_word: int = 0) -> int:
@@ -74,11 +63,9 @@ def gained(base: torch.Tensor, new: torch.Tensor, first_word: int = 0) -> int:
         )
     if base.is_cuda:
         return (fingerprint(new, first_word) - fingerprint(base, first_word)) % _MODULUS
-    from rillflow.weights.delta.cpu import words
-
     (old_W, old_rest_W), (new_W, new_rest_W) = _words(base), _words(new)
-    found = int(words.gained(old_W, new_W, first_word))
-    return (found + int(words.gained(old_rest_W, new_rest_W, first_word + len(old_W)))) % _MODULUS
+    found = codec.gained(old_W, new_W, first_word)
+    return (found + codec.gained(old_rest_W, new_rest_W, first_word + len(old_W))) % _MODULUS
 
 
 def moved(fingerprint_before: int, base: torch.Tensor, change: Change, first_word: int = 0) -> int:
@@ -88,13 +75,11 @@ def moved(fingerprint_before: int, base: torch.Tensor, change: Change, first_wor
         _check(base, change, base.numel())
         return (fingerprint_before + fingerprint(change.value_K, first_word) - fingerprint(base, first_word)) % _MODULUS
     _check(base, change, change.index_K.numel())
-    from rillflow.weights.delta.cpu import words
-
     index_K = change.index_K.numpy()
     if len(index_K) and not 0 <= index_K[0] <= index_K[-1] < base.numel():
         raise WeightsError(f"a change names a weight outside of {base.numel()}", "it belongs to another tensor")
-    gained = words.difference(bits_of(base), index_K, bits_of(change.value_K), first_word)
-    return (fingerprint_before + int(gained)) % _MODULUS
+    gained = codec.difference(bits_of(base), index_K, bits_of(change.value_K), first_word)
+    return (fingerprint_before + gained) % _MODULUS
 
 
 def bits_of(tensor: torch.Tensor) -> npt.NDArray[Any]:

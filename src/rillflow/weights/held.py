@@ -167,7 +167,7 @@ class Held:
 
 def _merged(places: Sequence[torch.Tensor]) -> torch.Tensor:
     """Return the union of these places, in order, in time proportional to the places."""
-    from rillflow.weights.delta.cpu.union import union
+    from rillflow.kernels.delta import union
 
     return torch.from_numpy(reduce(union, (index_K.numpy() for index_K in places)))
 

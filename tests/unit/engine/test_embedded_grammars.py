@@ -15,7 +15,7 @@ import torch
 
 from rillflow.engine.embedded import grammars
 from rillflow.engine.embedded.exact import Reading, logprob
-from rillflow.engine.progress import Progress
+from rillflow.engine.requests import Progress
 from rillflow.errors import BadRequest, EngineError, EngineLost
 from rillflow.gateway.grammars import of_choices, of_lark, of_regex, of_schema
 from rillflow.types import Chunk, Grammar

@@ -1,4 +1,5 @@
-"""A paused engine gives its cache back; answers under way go on from their ids, with the tokens they would have had."""
+"""The memory of an engine's KV cache: too much of it is refused, and a paused engine gives it back without an effect on
+the tokens of running answers."""
 
 from __future__ import annotations
 
@@ -8,7 +9,10 @@ from typing import Any
 import pytest
 import torch
 
+from rillflow.engine.embedded import cache as module
+from rillflow.engine.embedded.cache import make_cache
 from rillflow.engine.host import EngineHost, Frees
+from rillflow.errors import EngineError
 from rillflow.types import GenerateRequest, Sampling
 
 
@@ -117,3 +121,27 @@ def test_a_freed_cache_holds_nothing() -> None:
     assert cache.bytes == 0
     cache.clear()
     assert cache.bytes == 2 * 2 * 3 * 2 * 9 * 4 * 4
+
+
+def test_a_cache_that_does_not_fit_the_memory_is_refused(kit: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before it is allocated, with the settings to change: an allocation that the system cannot back ends the process
+    later."""
+    model, _ = kit.pair("qwen3")
+    room = make_cache(model, 3, 200).bytes
+    monkeypatch.setattr(module, "free_bytes", lambda device: room)
+    assert make_cache(model, 3, 200).bytes == room
+    with pytest.raises(
+        EngineError, match=r"4 slots \(engine.slots\) of 200 tokens \(engine.context\) needs"
+    ) as refused:
+        make_cache(model, 4, 200)
+    assert "3 slots of 200 tokens fit" in refused.value.hint
+    with pytest.raises(EngineError, match="needs") as refused:
+        make_cache(model, 1 << 30, 200)
+    monkeypatch.setattr(module, "free_bytes", lambda device: 0)
+    with pytest.raises(EngineError, match="needs") as refused:
+        make_cache(model, 1, 200)
+    assert "not one slot fits" in refused.value.hint
+
+
+def test_free_memory_is_that_of_the_machine() -> None:
+    assert 0 < module.free_bytes(torch.device("cpu")) < 1 << 50

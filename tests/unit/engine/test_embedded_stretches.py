@@ -14,8 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rillflow.engine.embedded import cache as cache_module
+from rillflow.engine.embedded.cache import Stretch, stretches
 from rillflow.engine.embedded.forward import make_forward
-from rillflow.engine.embedded.stretches import Stretch, stretches
 
 Extents = st.lists(st.integers(1, 1000), min_size=1, max_size=40)
 

@@ -13,10 +13,9 @@ import pytest
 
 from counting_engine import CountingEngine, expected, request, until
 from rillflow.engine import remote as module
-from rillflow.engine.frames import KEEP_ALIVE, Frame, Hold, encode
 from rillflow.engine.host import EngineHost
 from rillflow.engine.remote import RemoteEngine
-from rillflow.engine.service import EngineService
+from rillflow.engine.service import KEEP_ALIVE, EngineService, Frame, Hold, encode
 from rillflow.errors import BadRequest, ContextOverflow, EngineLost, QueueFull
 from rillflow.types import Chunk
 

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from rillflow.engine.servers.inside import rillflow_delta
 from rillflow.engine.servers.inside.rillflow_delta import LAYOUTS, DeltaError, Piece, apply_all
+from rillflow.kernels.delta import format
 from rillflow.weights import delta
-from rillflow.weights.delta import format
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 

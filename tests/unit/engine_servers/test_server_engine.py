@@ -14,6 +14,7 @@ from fake_server import GIVEN_UP, STALLED, FakeServer, token_at
 from counting_engine import until
 from rillflow.contracts import Patch
 from rillflow.engine.servers import base as module
+from rillflow.engine.servers import calls
 from rillflow.engine.servers.calls import TRIES
 from rillflow.errors import ContextOverflow, EngineError, EngineLost, QueueFull, WeightsError
 from rillflow.types import Chunk, GenerateRequest, Grammar, Sampling
@@ -92,7 +93,7 @@ async def test_requests_that_come_while_weights_change_wait_for_them() -> None:
         engine.prepare_load = slow  # type: ignore[method-assign]
         engine.give(100)
         load = asyncio.create_task(engine.load({}, 1))
-        await until(lambda: not engine._open.is_set())
+        await until(lambda: not engine._calls._open.is_set())
         task = asyncio.create_task(collect(engine, request(), []))
         await asyncio.sleep(0.01)
         assert not engine.asked
@@ -102,7 +103,7 @@ async def test_requests_that_come_while_weights_change_wait_for_them() -> None:
 
 
 async def test_a_server_that_does_not_cut_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "_CUT_SECONDS", 0.02)
+    monkeypatch.setattr(calls, "_CUT_SECONDS", 0.02)
     async with running(deaf=True) as engine:
         chunks: list[Chunk] = []
         task = asyncio.create_task(collect(engine, request(), chunks))
@@ -234,10 +235,10 @@ async def test_nobody_waits_for_a_server_that_does_not_come_back(monkeypatch: py
         await until(lambda: engine.log.count("up") >= 4)
         async with asyncio.timeout(60):
             await engine.pause()
-            with pytest.raises(EngineLost, match="not there"):
+            with pytest.raises(EngineLost, match="is down"):
                 await engine.load({}, 1)
             await engine.resume()
-        assert not engine.updates, "nothing is laid ready for a server that is not there"
+        assert not engine.updates, "nothing is prepared for a server that is down"
 
 
 async def test_a_server_that_dies_loses_its_answers_and_comes_back(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -352,7 +353,7 @@ async def test_new_weights_wait_longer_for_answers_that_come_whole() -> None:
         await until(lambda: engine.running == 1)
         await engine.load({}, 1)
         await until(lambda: engine.running == 1)
-        (call,) = engine._calls
+        (call,) = engine._calls._calls
         assert (call.owed, call.whole) == (True, True)
         second = asyncio.create_task(engine.load({}, 2))
         for _ in range(5):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from rillflow.engine.servers.running import visible_gpus
+from rillflow.engine.servers.process import visible_gpus
 from rillflow.errors import ConfigError
 
 

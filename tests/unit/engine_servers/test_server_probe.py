@@ -84,7 +84,7 @@ async def test_a_server_that_comes_back_is_in_doubt_again(monkeypatch: pytest.Mo
         engine.doubt()
         await engine.prove(GOOD)
         engine.die()
-        await until(lambda: engine.log.count("up") == 2 and "down" not in engine._held)
+        await until(lambda: engine.log.count("up") == 2 and "down" not in engine._calls.held)
         assert (engine.version, engine.proven) == (0, False)
         asked = await waits(engine)
         await engine.prove(GOOD)

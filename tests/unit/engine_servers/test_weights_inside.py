@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 
 from rillflow.contracts import Change
 from rillflow.engine.servers import ModelFacts, Tainted, updates
+from rillflow.engine.servers.facts import check_layout, verify
 from rillflow.engine.servers.inside.rillflow_weights import Place, RillflowWorker, _is_all, _scatter, _sums
-from rillflow.engine.servers.layout import check_layout, verify
 from rillflow.engine.servers.updates import lay_changes, lay_whole
 from rillflow.errors import ConfigError
 from rillflow.weights import codec

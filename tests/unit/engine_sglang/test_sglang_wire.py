@@ -23,8 +23,7 @@ from rillflow.contracts import Change, Patch
 from rillflow.engine.servers.facts import model_facts
 from rillflow.engine.sglang import SglangEngine
 from rillflow.engine.sglang.inside.rillflow_sglang import ORDERS, Cuts, answer_name
-from rillflow.engine.sglang.launch import KEY
-from rillflow.engine.sglang.wire import generate_body
+from rillflow.engine.sglang.server import KEY, generate_body
 from rillflow.errors import ConfigError, ContextOverflow, EngineError, EngineLost, WeightsError
 from rillflow.types import Chunk, GenerateRequest, Grammar, Probe, Sampling
 from rillflow.weights.fingerprint import fingerprint
@@ -310,7 +309,7 @@ async def test_a_refusal_of_weights_changes_no_version(server: tuple[Recorded, S
 
 
 def test_a_server_elsewhere_or_without_orders_is_refused(tmp_path: Path) -> None:
-    from rillflow.engine.sglang.launch import running_server
+    from rillflow.engine.sglang.server import running_server
 
     with pytest.raises(ConfigError, match="loopback"):
         running_server(settings("http://10.0.0.8:30000", tmp_path))

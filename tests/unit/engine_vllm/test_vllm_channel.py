@@ -18,9 +18,9 @@ from rillflow.config.policy import EngineConfig
 from rillflow.engine.servers.calls import is_scored
 from rillflow.engine.servers.facts import ModelFacts
 from rillflow.engine.vllm import VllmEngine
-from rillflow.engine.vllm.channel import ChannelClient
 from rillflow.engine.vllm.inside import rillflow_channel
 from rillflow.engine.vllm.inside.rillflow_channel import PATH, SHUT, TOKEN, Channel
+from rillflow.engine.vllm.server import ChannelClient
 from rillflow.errors import EngineError, EngineLost
 from rillflow.types import Grammar, Sampling
 

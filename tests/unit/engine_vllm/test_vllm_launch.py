@@ -14,7 +14,7 @@ from rillflow.config import PolicyConfig
 from rillflow.config.policy import EngineConfig, ServerConfig
 from rillflow.engine.build import build_engine
 from rillflow.engine.servers.facts import model_facts
-from rillflow.engine.vllm import VllmEngine, launch
+from rillflow.engine.vllm import VllmEngine, server
 from rillflow.engine.vllm.engine import _seed
 from rillflow.engine.vllm.inside.rillflow_channel import SHUT, TOKEN
 from rillflow.errors import ConfigError, EngineLost
@@ -26,14 +26,14 @@ def settings(**server: object) -> EngineConfig:
 
 
 def test_it_listens_on_loopback_and_shuts_all_its_routes() -> None:
-    command = launch.command(model_facts("tiny", "fp32"), settings(arguments=["--swap-space", "0"]), 4321)
+    command = server.command(model_facts("tiny", "fp32"), settings(arguments=["--swap-space", "0"]), 4321)
     pairs = dict(itertools.pairwise(command))
     assert (pairs["--host"], pairs["--port"]) == ("127.0.0.1", "4321")
     assert (pairs["--max-num-seqs"], pairs["--max-model-len"], pairs["--dtype"]) == ("7", "99", "float32")
     assert pairs["--logprobs-mode"] == "processed_logprobs"
     assert command[-2:] == ["--swap-space", "0"], "the user's last, so that they win"
     assert "secret" not in " ".join(command)
-    environment = launch.environment(settings(environment={"OMP_NUM_THREADS": "3"}), "secret")
+    environment = server.environment(settings(environment={"OMP_NUM_THREADS": "3"}), "secret")
     assert environment[TOKEN] == "secret"
     assert environment[SHUT]
     # vLLM caches compiled code by its own variables: none may differ at every start.
@@ -44,21 +44,21 @@ def test_it_listens_on_loopback_and_shuts_all_its_routes() -> None:
 
 def test_two_servers_do_not_draw_alike() -> None:
     facts = model_facts("tiny", "fp32")
-    seeds = {dict(itertools.pairwise(c))["--seed"] for c in (launch.command(facts, settings(), 1) for _ in "ab")}
+    seeds = {dict(itertools.pairwise(c))["--seed"] for c in (server.command(facts, settings(), 1) for _ in "ab")}
     assert len(seeds) == 2
 
 
 @pytest.mark.parametrize("url", ["http://10.0.0.1:8000", "http://example.org", "http://127.0.0.1.example.org:80"])
 def test_a_server_elsewhere_is_refused(url: str) -> None:
     with pytest.raises(ConfigError, match="loopback"):
-        launch.running_server(settings(url=url, environment={TOKEN: "t"}))
+        server.running_server(settings(url=url, environment={TOKEN: "t"}))
 
 
 def test_a_running_server_needs_its_token(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError, match=TOKEN):
-        launch.running_server(settings(url="http://127.0.0.1:8000"))
+        server.running_server(settings(url="http://127.0.0.1:8000"))
     monkeypatch.setenv(TOKEN, "t")
-    assert launch.running_server(settings(url="http://127.0.0.1:8000/")) == ("http://127.0.0.1:8000", "t")
+    assert server.running_server(settings(url="http://127.0.0.1:8000/")) == ("http://127.0.0.1:8000", "t")
 
 
 def test_what_servers_cannot_do_is_refused() -> None:
@@ -81,21 +81,21 @@ async def test_an_interpreter_without_vllm_says_so(tmp_path: object) -> None:
 
 def test_grammars_need_the_models_tokenizer(tmp_path: Path) -> None:
     facts = model_facts("tiny", "fp32")
-    command = launch.command(facts, settings(), 1)
+    command = server.command(facts, settings(), 1)
     assert dict(itertools.pairwise(command))["--structured-outputs-config"] == '{"backend": "guidance"}'
     assert "--skip-tokenizer-init" not in command
-    assert "--skip-tokenizer-init" in launch.command(replace(facts, folder=tmp_path), settings(), 1)
+    assert "--skip-tokenizer-init" in server.command(replace(facts, folder=tmp_path), settings(), 1)
 
 
 def test_seeded_servers_draw_alike_whoever_else_asks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launch, "pick_device", lambda device: torch.device("cuda", 0))
-    assert launch.environment(settings(seeded=True), "t")["VLLM_BATCH_INVARIANT"] == "1"
-    assert "VLLM_BATCH_INVARIANT" not in launch.environment(settings(), "t")
+    monkeypatch.setattr(server, "pick_device", lambda device: torch.device("cuda", 0))
+    assert server.environment(settings(seeded=True), "t")["VLLM_BATCH_INVARIANT"] == "1"
+    assert "VLLM_BATCH_INVARIANT" not in server.environment(settings(), "t")
     facts, extra = model_facts("tiny", "fp32"), {"TRITON_ATTN", "--no-enable-prefix-caching", "--enforce-eager"}
-    seeded = launch.command(facts, settings(seeded=True).model_copy(update={"slots": 256}), 1)
+    seeded = server.command(facts, settings(seeded=True).model_copy(update={"slots": 256}), 1)
     assert extra <= set(seeded)
     assert [seeded[seeded.index(word) + 1] for word in ("--max-num-seqs", "--max-num-batched-tokens")] == ["255"] * 2
-    assert not extra & set(launch.command(facts, settings(), 1))
+    assert not extra & set(server.command(facts, settings(), 1))
     with pytest.raises(ValidationError, match=r"seeded is for engine\.kind vllm"):
         EngineConfig(kind="sglang", server=ServerConfig(seeded=True))
 

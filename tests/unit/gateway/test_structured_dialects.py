@@ -13,7 +13,7 @@ import pytest
 from gateway_support import DEEPSEEK_LIKE, QWEN_LIKE
 from openai_support import CHAT_TOOLS, HERMES_CALL, STYLES, asking
 
-from rillflow.engine.grammars import compiled
+from rillflow.engine.requests import llguidance_grammar
 from rillflow.gateway import anthropic_url
 from rillflow.gateway.dialects.structured import forced
 from rillflow.gateway.grammars import DEEPEST, LARGEST, Calls, composed, of_schema
@@ -38,7 +38,7 @@ def grammar(asked: Any) -> Grammar:
 def accepts(asked: Any, text: str) -> bool:
     """Return whether that grammar accepts a whole answer in the tokens of the gateway's tokenizer."""
     tree = llguidance.hf.from_tokenizer(asked.served.renderer._tokenizer)
-    matcher = llguidance.LLMatcher(tree, compiled(grammar(asked)))
+    matcher = llguidance.LLMatcher(tree, llguidance_grammar(grammar(asked)))
     assert not matcher.is_error(), matcher.get_error()
     ids = asked.served.renderer.encode(text)
     return matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting()

@@ -18,7 +18,7 @@ from template_episodes import PUBLISHED, TOOL, Played, Published, Stage, play, t
 
 from rillflow.config.policy import REASONING_FORMATS as REASONING_NAMES
 from rillflow.config.policy import TOOL_FORMATS as TOOL_NAMES
-from rillflow.engine.grammars import compiled
+from rillflow.engine.requests import llguidance_grammar
 from rillflow.errors import BadRequest, ConfigError
 from rillflow.gateway.grammars import Calls, composed
 from rillflow.gateway.reading.formats import REASONING_FORMATS, TOOL_FORMATS, tool_format
@@ -189,7 +189,7 @@ def test_what_a_format_writes_is_read_and_fits_its_grammar(name: str) -> None:
     renderer = make_renderer()
     grammar = composed(None, Calls([TOOL], format, forced=True), None, renderer)
     assert grammar is not None
-    assert not llguidance.LLMatcher.validate_grammar(compiled(grammar)).startswith("ERROR")
+    assert not llguidance.LLMatcher.validate_grammar(llguidance_grammar(grammar)).startswith("ERROR")
 
 
 @pytest.mark.parametrize(

@@ -22,13 +22,11 @@ from rillflow.gateway.control import Control, Givers
 from rillflow.gateway.feed import Feed
 from rillflow.gateway.sessions.session_log import FileSessionLog
 from rillflow.rollout.episodes import Episodes
-from rillflow.rollout.kept import FailureSender
-from rillflow.rollout.late import LateRewards
 from rillflow.rollout.main import incarnation
 from rillflow.rollout.node import Node
 from rillflow.rollout.players import OutsidePlayer, Player, WorkflowPlayer
-from rillflow.rollout.push import Pusher
-from rillflow.rollout.rewards import RewardRules
+from rillflow.rollout.push import FailureSender, Pusher
+from rillflow.rollout.rewards import LateRewards, RewardRules
 from rillflow.types import (
     Ack,
     Chunk,

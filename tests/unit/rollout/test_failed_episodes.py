@@ -9,9 +9,9 @@ import pytest
 from rollout_support import World
 
 from rillflow.contracts import Episode, SystemClock
-from rillflow.rollout import kept
+from rillflow.rollout import push
 from rillflow.rollout.episode import EpisodeFailed
-from rillflow.rollout.kept import FailureSender
+from rillflow.rollout.push import FailureSender
 from rillflow.storage.trajectories import Trajectory, TrajectoryInfo, decode_body
 
 UNNAMED = TrajectoryInfo(id="x", time=0.0, lane="train", status="failed", kept="failure")
@@ -61,8 +61,8 @@ async def test_an_episode_without_a_call_sends_why_it_failed(tmp_path: Path) -> 
 
 async def test_one_that_is_too_large_goes_without_its_tokens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     whole, _ = await failed(tmp_path / "whole", asks_then_breaks)
-    text = len(kept.encode_body(Trajectory(UNNAMED, paths=whole.paths, error=whole.error)))
-    monkeypatch.setattr(kept, "MOST_SENT", text + 50)
+    text = len(push.encode_body(Trajectory(UNNAMED, paths=whole.paths, error=whole.error)))
+    monkeypatch.setattr(push, "MOST_SENT", text + 50)
     sent, _ = await failed(tmp_path / "cut", asks_then_breaks)
     assert (len(sent.samples), len(sent.messages())) == (0, len(whole.messages()))
 
@@ -71,8 +71,8 @@ def test_a_node_whose_episodes_all_fail_sends_some_at_once_and_then_one_now_and_
     clock = Clock()
     sender = FailureSender(clock)
     failure = EpisodeFailed("agent_error", "exit 1")
-    assert sum(bool(sender.body(None, failure)) for _ in range(100)) == kept.BURST
-    clock.time += kept.PAUSE * 1.5
+    assert sum(bool(sender.body(None, failure)) for _ in range(100)) == push.BURST
+    clock.time += push.PAUSE * 1.5
     assert [bool(sender.body(None, failure)) for _ in range(2)] == [True, False]
     clock.time += 1e9
-    assert sum(bool(sender.body(None, failure)) for _ in range(100)) == kept.BURST
+    assert sum(bool(sender.body(None, failure)) for _ in range(100)) == push.BURST

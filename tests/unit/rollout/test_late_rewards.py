@@ -13,7 +13,7 @@ from rollout_support import TOKEN, World, call, until
 
 from rillflow.config.agents import GatewayConfig
 from rillflow.contracts import Episode, SystemClock
-from rillflow.rollout import late as module
+from rillflow.rollout import rewards as module
 from rillflow.rollout.rewards import RewardRules
 
 

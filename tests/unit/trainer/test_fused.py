@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 from dataclasses import replace
 
-import numpy as np
 import pytest
 import torch
 from packed_helpers import VOCAB, branching
@@ -21,19 +20,12 @@ from transformers import (
 
 from rillflow.config import TrainerConfig
 from rillflow.errors import ConfigError
+from rillflow.kernels import attention, layers, softmax
 from rillflow.trainer.attention import hidden_states
-from rillflow.trainer.attention.loops import _backward, _forward
 from rillflow.trainer.batches import Databuffer
-from rillflow.trainer.exponential import exponential
 from rillflow.trainer.forward import PolicyForward
-from rillflow.trainer.fused import fuse
-from rillflow.trainer.fused.ahead import compile_ahead
-from rillflow.trainer.fused.gates import _gate_all, _gate_all_backward
-from rillflow.trainer.fused.heads import _turn, _turn_back
-from rillflow.trainer.fused.norms import norm_rows, norm_rows_backward
+from rillflow.trainer.fused import compile_ahead, fuse
 from rillflow.trainer.packing import micro_batches
-from rillflow.trainer.softmax import _shared, _summed
-from rillflow.weights.delta.jit import loosely
 
 SMALL = {"vocab_size": 50, "hidden_size": 24, "intermediate_size": 40, "num_hidden_layers": 2}
 HEADS = {"num_attention_heads": 3, "num_key_value_heads": 1}
@@ -124,18 +116,10 @@ def test_a_rehearsal_compiles_what_a_step_uses() -> None:
     """None of the loops is compiled again for the types of a real model."""
     compile_ahead().join(120)
     loops = [
-        norm_rows,
-        norm_rows_backward,
-        _gate_all,
-        _gate_all_backward,
-        _turn,
-        _turn_back,
-        _forward,
-        _backward,
-        _summed,
-        _shared,
+        loop for module in (attention, layers, softmax) for name, loop in vars(module).items() if name.endswith("_loop")
     ]
     known = [len(loop.signatures) for loop in loops]
+    assert len(known) == 10
     assert all(known)
     model = Qwen3ForCausalLM(Qwen3Config(**SMALL | {"vocab_size": VOCAB}, **HEADS, head_dim=8))
     (make,) = micro_batches(Databuffer(branching(3)), [], 1 << 20, device=torch.device("cpu"), trees=True)
@@ -152,21 +136,3 @@ def test_extremes_of_gates() -> None:
     mlp.gate_proj, mlp.up_proj, mlp.down_proj = torch.nn.Identity(), _Ones(), torch.nn.Identity()
     torch.testing.assert_close(mlp(gate), torch.nn.functional.silu(gate), rtol=1e-6, atol=1e-30)
     assert mlp(torch.tensor([torch.nan])).isnan().all()
-
-
-def test_the_exponential_is_one() -> None:
-    @loosely
-    def all_of(x):
-        for i in range(len(x)):
-            x[i] = exponential(x[i])
-
-    given = np.linspace(-87, 88, 200_001).astype(np.float32)
-    found = given.copy()
-    all_of(found)
-    exact = np.exp(given.astype(np.float64))
-    assert np.abs(found / exact - 1).max() < 2e-7
-    odd = np.array([-np.inf, np.inf, np.nan], np.float32)
-    all_of(odd)
-    assert odd[0] < 1e-37
-    assert odd[1] > 1e38
-    assert np.isnan(odd[2])

@@ -9,24 +9,32 @@ row, E columns read (the extent).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
+import psutil
 import torch
 
+from rillflow import kernels
 from rillflow.engine.embedded.sampling import Array
-from rillflow.engine.embedded.stretches import Stretch, stretches
 from rillflow.errors import EngineError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
 
 
+class Stretch(NamedTuple):
+    """Neighbouring rows of a decode step that are read together; none of them has more than `extent` columns."""
+
+    rows: slice
+    extent: int
+
+
 class Columns(NamedTuple):
-    """Of each row of a decode step, for compiled attention: the column for its new key and value, and how many columns
-    it reads."""
+    """The columns of a decode step's rows, for compiled attention: the one for the new key and value of each row, and
+    how many columns it reads."""
 
     write_R: Array
     length_R: Array
@@ -40,7 +48,7 @@ class Batch:
     when nothing is cached yet: then the new tokens attend causally to one another alone. `last_R` is the index, in
     the flattened tokens, of each row's last real token; None when every row has exactly one. `stretches` are the rows
     that a decode step reads together, with their mask. A decode step for compiled attention has `columns` instead, and
-    neither a mask nor an index to write by. Without any of these nothing is stored.
+    neither a mask nor an index to write by. A batch without any of these stores nothing.
     """
 
     ids_RT: torch.Tensor
@@ -59,7 +67,6 @@ class Batch:
 _GRAIN = {"cpu": 1, "cuda": 16}
 # On a CPU, how many numbers of keys attention reads in the time that one more call takes (measured: 20 microseconds).
 _CALL = 15_000
-LANES = 8  # numbers that compiled attention takes at once: head sizes must be multiples
 
 
 class KVCache:
@@ -82,12 +89,11 @@ class KVCache:
         self.slots = slots
         self.heads = heads
         self.device = device
-        self.compiled = False  # decode steps are for compiled attention: a forward that has it says so
-        self.compiles = device.type == "cpu" and dtype == torch.float32 and head_size % LANES == 0
+        self.compiled = False  # whether decode steps are for compiled attention; set by a forward that has it
+        self.compiles = device.type == "cpu" and dtype == torch.float32 and kernels.enabled("decode")
         self._grain = _GRAIN[device.type]
         self._call = _CALL // (heads * head_size)
         self._shape = (layers, 2, slots, heads, context + 1, head_size)
-        self._layer_bytes = 2 * slots * heads * (context + 1) * head_size * dtype.itemsize
         self._take(torch.zeros(self._shape, dtype=dtype, device=device))
         # Offsets of (key or value, head) for a slot, in units of head_size.
         half = slots * heads * (context + 1)
@@ -109,15 +115,9 @@ class KVCache:
         kv_2RKED = self._kv_L2SKCD[layer, :, rows, :, :extent]
         return kv_2RKED[0], kv_2RKED[1]
 
-    def address(self, layer: int) -> int:
-        """Where the layer's keys [S, K, C, D] begin; its values, of the same shape, follow them."""
-        return self._flat_LND.data_ptr() + layer * self._layer_bytes
-
-    @property
-    def sizes(self) -> tuple[int, int, int]:
-        """S, K, C."""
-        _, _, slots, heads, columns, _ = self._shape
-        return slots, heads, columns
+    def arrays(self, layer: int) -> tuple[Array, Array]:
+        """Return the layer's keys and values [S, K, C, D], for compiled attention."""
+        return self._arrays[layer]
 
     def copy(self, source: int, target: int, count: int) -> None:
         """Copy the first `count` columns of one slot to another, in all layers at once."""
@@ -130,26 +130,28 @@ class KVCache:
         self._kv_L2SKCD[:, :, other, :, :count].copy_(kept)
 
     def clear(self) -> None:
-        """All zeros, and there again if it was freed."""
+        """Fill it with zeros; allocate it again if it was freed."""
         if self.bytes:
             self._kv_L2SKCD.zero_()
         else:
             self._take(self._kv_L2SKCD.new_zeros(self._shape))
 
     def free(self) -> None:
-        """Give the memory back, with all that is cached; nothing is written or read before the next `clear`."""
+        """Release the memory, with everything cached; nothing is written or read before the next `clear`."""
         layers, _, *rest = self._shape
         self._take(self._kv_L2SKCD.new_empty((layers, 0, *rest)))
 
     @property
     def bytes(self) -> int:
-        """Held at present."""
+        """Memory that is allocated now."""
         return self._kv_L2SKCD.nbytes
 
     def _take(self, memory: torch.Tensor) -> None:
         layers, *_, head_size = memory.shape
         self._kv_L2SKCD = memory
         self._flat_LND = memory.view(layers, memory.numel() // (layers * head_size), head_size)
+        held = memory.numel() and self.compiles
+        self._arrays = [(layer[0].numpy(), layer[1].numpy()) for layer in memory] if held else []
 
     def decode_batch(self, ids_R: Array, positions_R: Array, ready_R: Array) -> Batch:
         """One new token for each of the first slots. Rows that are not ready write into the spare column."""
@@ -204,7 +206,7 @@ class KVCache:
         )
 
     def rows(self, count: int) -> int:
-        """How many rows to decode in order to decode the first `count`."""
+        """Return how many rows are decoded in order to decode the first `count`."""
         return min(self._rounded(count), self.slots)
 
     def _rounded(self, count: int) -> int:
@@ -215,7 +217,7 @@ class KVCache:
         return self._tensor(np.add.outer(base_N, self._offset_2K).reshape(-1).astype(np.int64))
 
     def mask(self, positions_RT: torch.Tensor, extent: int) -> torch.Tensor:
-        """Additive, computed once a step: SDPA would turn a bool mask into this in every layer."""
+        """Return an additive mask, computed once a step: SDPA would turn a bool mask into this in every layer."""
         open_RTE = self._columns_C[:extent] <= positions_RT[:, :, None]
         if self.window is not None:
             open_RTE &= self._columns_C[:extent] > positions_RT[:, :, None] - self.window
@@ -225,8 +227,36 @@ class KVCache:
         return torch.from_numpy(values).to(self.device, non_blocking=True)
 
 
+def stretches(extents: Iterable[int], call: int) -> list[Stretch]:
+    """Return the rows of a decode step in stretches, each read up to its own longest row.
+
+    One call over all rows would read every row as far as the longest goes, and most of that is masked where lengths
+    differ; a call for each row costs a dispatch. `call` is how many columns can be read in the time that a call takes:
+    a stretch ends where the columns saved are worth more. One walk over the rows: the rows after the longest of a
+    stretch are its tail, and the tail becomes a stretch as soon as that pays.
+    """
+    made: list[Stretch] = []
+    first = tail = row = 0
+    longest = longest_of_tail = 0
+    for row, extent in enumerate(extents):
+        if extent > longest:
+            if (row - first) * (extent - longest) > call:
+                made.append(Stretch(slice(first, row), longest))
+                first = row
+            longest, tail, longest_of_tail = extent, row + 1, 0
+            continue
+        longest_of_tail = max(longest_of_tail, extent)
+        if (row + 1 - tail) * (longest - longest_of_tail) > call:
+            made.append(Stretch(slice(first, tail), longest))
+            first, longest, tail, longest_of_tail = tail, longest_of_tail, row + 1, 0
+    if longest:
+        made.append(Stretch(slice(first, row + 1), longest))
+    return made
+
+
 def make_cache(model: PreTrainedModel, slots: int, context: int) -> KVCache:
-    """For sequences of `context` tokens; EngineError when the model has no positions for so many."""
+    """Return a cache for sequences of `context` tokens. Raise EngineError where the model has fewer positions, or where
+    the memory of its device has no room for it."""
     config = model.config
     longest = getattr(config, "max_position_embeddings", None) or context
     if context > longest:
@@ -235,6 +265,8 @@ def make_cache(model: PreTrainedModel, slots: int, context: int) -> KVCache:
         )
     head_size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    slot_bytes = 2 * config.num_hidden_layers * heads * (context + 1) * head_size * model.dtype.itemsize
+    _check_room(slots, context, slot_bytes, model.device)
     return KVCache(
         layers=config.num_hidden_layers,
         slots=slots,
@@ -247,9 +279,27 @@ def make_cache(model: PreTrainedModel, slots: int, context: int) -> KVCache:
     )
 
 
+def _check_room(slots: int, context: int, slot_bytes: int, device: torch.device) -> None:
+    needed, free = slots * slot_bytes, free_bytes(device)
+    if needed > free:
+        fitting = f"{free // slot_bytes} slots of {context} tokens fit" if free >= slot_bytes else "not one slot fits"
+        raise EngineError(
+            f"a KV cache of {slots} slots (engine.slots) of {context} tokens (engine.context) needs "
+            f"{needed / 2**30:.1f} GiB, and {device.type} has {free / 2**30:.1f} GiB free",
+            f"lower engine.slots or engine.context ({fitting}), or use engine.kind vllm or sglang, which page it",
+        )
+
+
+def free_bytes(device: torch.device) -> int:
+    """Return how much memory of a device can be allocated now."""
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0])
+    return int(psutil.virtual_memory().available)
+
+
 def _window(config: PreTrainedConfig, context: int) -> int | None:
-    """The sliding window of all layers, where sequences can be longer than it. Models whose layers differ name the kind
-    of each."""
+    """Return the sliding window of all layers if sequences can be longer than it. Models whose layers differ name the
+    kind of each."""
     if getattr(config, "layer_types", None) is not None or not getattr(config, "use_sliding_window", True):
         return None
     window: int | None = getattr(config, "sliding_window", None)

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -24,11 +23,11 @@ from rillflow.engine.embedded.cache import Batch, make_cache
 from rillflow.engine.embedded.exact import Reading
 from rillflow.engine.embedded.forward import make_forward
 from rillflow.engine.embedded.grammars import Grammars, Matcher
-from rillflow.engine.embedded.model import WeightSlots, Write
 from rillflow.engine.embedded.sampling import Array, draw
-from rillflow.engine.embedded.slots import MIN_SHARED, Match, Slots
+from rillflow.engine.embedded.slots import MIN_SHARED, Counts, Match, Outbox, Slots, Ticket
+from rillflow.engine.embedded.weights import WeightSlots, Write
 from rillflow.errors import EngineError, WeightsError
-from rillflow.types import Chunk, EngineStats, FinishReason, GenerateRequest
+from rillflow.types import Chunk, EngineStats, FinishReason
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -37,38 +36,6 @@ if TYPE_CHECKING:
 
 # Tokens of prompts computed per step: enough to keep the device busy, few enough that running sequences go on.
 _PREFILL_TOKENS = {"cpu": 1024, "cuda": 8192}
-
-
-@dataclass(eq=False, slots=True)
-class Ticket:
-    """A request on its way through the engine."""
-
-    request: GenerateRequest
-    seed: int
-    slot: int = -1
-    ended: bool = False
-    seam: str = ""  # why sampling was cut before the next token
-    matcher: Matcher | None = None  # of its grammar
-
-
-@dataclass(slots=True)
-class _Counts:
-    generated: int = 0
-    prefilled: int = 0
-    reused: int = 0
-    steps: int = 0
-    loads: int = 0
-
-
-@dataclass(slots=True)
-class Outbox:
-    """What the callers get: chunks in order, filled by steps and emptied between them."""
-
-    chunks: list[tuple[Ticket, Chunk]] = field(default_factory=list)
-
-    def take(self) -> list[tuple[Ticket, Chunk]]:
-        taken, self.chunks = self.chunks, []
-        return taken
 
 
 class Core:
@@ -99,8 +66,8 @@ class Core:
         self._waiting: deque[Ticket] = deque()
         self._aborted: deque[Ticket] = deque()
         self._budget = _PREFILL_TOKENS[self._cache.device.type]
-        self._counts = _Counts()
-        self._owed: dict[Ticket, int] = {}  # how long the sequences were that are computed again after a load
+        self._counts = Counts()
+        self._owed: dict[Ticket, int] = {}  # lengths at the last load of the sequences that are computed again
         self._stained = False  # a failed step may have left values in the cache that are not finite
 
     # ------------------------------------------------------------ requests
@@ -155,11 +122,11 @@ class Core:
         self._take(partial(self._weights.copy, tensors), version)
 
     def prepare(self, patch: Patch) -> list[Write]:
-        """What `patch` takes; may be called from another thread while `step` runs."""
+        """Return the writes that `patch` takes. May be called from another thread while `step` runs."""
         return self._weights.prepare(patch)
 
     def patch(self, writes: Sequence[Write], base: int, version: int) -> None:
-        """As `load`, of the weights that differ from those of version `base`."""
+        """Take new weights, as `load` does, given those that differ from version `base`."""
         if base != self.version:
             raise WeightsError(
                 f"a patch of version {base} does not fit version {self.version}, which is served",
@@ -168,7 +135,7 @@ class Core:
         self._take(partial(self._weights.write, writes), version)
 
     def _take(self, change: Callable[[], None], version: int) -> None:
-        self.flush()  # what is not yet sent belongs to the old version
+        self.flush()  # tokens that are not sent yet belong to the old version
         change()
         self._readings.clear()
         self._forward.refresh()
@@ -181,7 +148,7 @@ class Core:
             self._compute_again()
 
     def _compute_again(self) -> None:
-        """Nothing that is cached counts any more: running sequences go on from their ids."""
+        """Forget everything cached: running sequences are computed again from their ids."""
         self._owed = {ticket: int(self._slots.length[ticket.slot]) for ticket in self._seated if ticket is not None}
         self._slots.forget()
         self._stained = True
@@ -190,27 +157,27 @@ class Core:
 
     @torch.inference_mode()
     def scores(self, prompts: Sequence[Sequence[int]]) -> list[list[float]]:
-        """The log-probs of each prompt's tokens but the first, under the weights that are served; prompts are of one
-        length. What runs or is cached does not notice."""
+        """Return the log-probs of each prompt's tokens but the first, under the weights that are served. All prompts
+        have the same length. Running and cached sequences are not affected."""
         ids_RT = torch.tensor(prompts, device=self._cache.device)
         logprob_RTV = self._forward.logits(ids_RT)[:, :-1].float().log_softmax(-1)
         scores: list[list[float]] = logprob_RTV.gather(-1, ids_RT[:, 1:, None])[:, :, 0].tolist()
         return scores
 
     def free(self) -> None:
-        """Give back the memory of all that is cached; the next step takes it again, and computes what runs again."""
+        """Release the memory of the cache; the next step allocates it again and computes running sequences again."""
         self._readings.clear()
         self._cache.free()
         self._compute_again()
 
     @property
     def cache_bytes(self) -> int:
-        """Of memory that the cache holds."""
+        """Memory of the cache that is allocated now."""
         return self._cache.bytes
 
     @property
     def owes(self) -> bool:
-        """Whether a sequence that ran at the last load, and is computed again, has not had a token since."""
+        """Return whether a sequence that is computed again after the last load has had no token since."""
         self._owed = {
             ticket: length
             for ticket, length in self._owed.items()
@@ -224,7 +191,7 @@ class Core:
                 ticket.seam = "weights"
 
     def _share_again(self) -> None:
-        """After a load all running sequences are computed again; what they share is computed once."""
+        """Let running sequences, which are computed again after a load, share their common prefixes."""
         slots = self._slots
         for slot in np.flatnonzero(slots.active):
             prefix = slots.tokens[slot, : slots.length[slot] - 1]
@@ -320,7 +287,7 @@ class Core:
             self._follow(slot, best)
 
     def _choose(self, best: Match) -> int:
-        """A slot for a new sequence: that of the resident sequence it continues, else the one least missed."""
+        """Return a slot for a new sequence: that of the resident sequence it continues, else the oldest one."""
         slots = self._slots
         continues = best.shared * 2 >= slots.cached[best.slot]
         if best.shared and not slots.active[best.slot] and continues:
@@ -328,7 +295,7 @@ class Core:
         return slots.vacant(keep=best.slot if best.shared >= MIN_SHARED else -1)
 
     def _follow(self, slot: int, best: Match) -> None:
-        """Take the prefix over from the slot that has, or will have, most of it."""
+        """Take the prefix from the slot that has most of it, or will have it."""
         if best.shared >= MIN_SHARED:
             self._slots.leader[slot], self._slots.shared[slot] = best
             self._hand_over_to(slot)
@@ -420,8 +387,8 @@ class Core:
         return self._cache.decode_batch(ids, positions, ready)
 
     def _step_exact(self) -> None:
-        """One sequence at a time, read as the trainer reads it: no result depends on who else is running, and both get
-        the same bits."""
+        """Advance one sequence at a time, read as the trainer reads it: no result depends on other sequences, and both
+        get the same bits."""
         slots = self._slots
         self._readings = {ticket: reading for ticket, reading in self._readings.items() if not ticket.ended}
         for slot in np.flatnonzero(slots.active):
@@ -450,7 +417,7 @@ class Core:
             self._finish(int(rows[index]), "stop" if stopped[index] else "length")
 
     def _matched(self, rows: Array) -> list[tuple[int, Matcher]]:
-        """The places among `rows` that are under a grammar."""
+        """Return the places among `rows` that are under a grammar."""
         if not self._slots.constrained.any():
             return []
         places = np.flatnonzero(self._slots.constrained[rows])

@@ -22,10 +22,10 @@ from weakref import WeakValueDictionary
 import msgspec
 
 from rillflow.contracts import UNKNOWN, Clock, SystemClock
-from rillflow.engine.admission import check_request
-from rillflow.engine.embedded.core import Core, Ticket
+from rillflow.engine.embedded.core import Core
 from rillflow.engine.embedded.grammars import Grammars, Matcher
-from rillflow.engine.stream import Stream
+from rillflow.engine.embedded.slots import Ticket
+from rillflow.engine.requests import Stream, check_request
 from rillflow.errors import EngineError, EngineLost, QueueFull
 from rillflow.types import Chunk, EngineStats, GenerateRequest, Probe
 from rillflow.weights import probe as probing
@@ -37,8 +37,8 @@ if TYPE_CHECKING:
     from rillflow.contracts import Patch, Tensors
 
 _SEED_MASK = 2**64 - 1
-# Turns of the event loop between two steps: a request that arrives at a server in this loop takes about so many from
-# the socket to `generate`, and would otherwise wait for a whole step at each.
+# Turns of the event loop between two steps. A request that arrives at a server in this loop takes about three from the
+# socket to `generate`, and would otherwise wait for a whole step at each.
 _TURNS = 3
 _SETTLE_SECONDS = 5.0  # new weights wait no longer for sequences that are computed again under the last ones
 _HAND_OUT_SECONDS = 0.05  # tokens of unfinished requests are handed to their readers this often, not one by one
@@ -60,7 +60,7 @@ class EmbeddedEngine:
         tokenizer: Callable[[], Any] | None = None,
         clock: Clock | None = None,
     ) -> None:
-        """`tokenizer` gives the model's own, once an answer is to have a grammar."""
+        """`tokenizer` returns the model's tokenizer; it is called when the first answer has a grammar."""
         self._grammars = Grammars(tokenizer, model.config.vocab_size)
         self._core = Core(
             model, version, slots, context, exact=exact, keep=on_update == "keep", grammars=self._grammars
@@ -103,7 +103,7 @@ class EmbeddedEngine:
             self._driver = asyncio.create_task(self._drive(), name="embedded engine")
 
     async def close(self) -> None:
-        """Stop for good. Requests still open end with EngineLost, later ones are refused."""
+        """Stop. Open requests end with EngineLost, later ones are refused."""
         self._closed = True
         if self._driver is not None:
             self._driver.cancel()
@@ -135,7 +135,7 @@ class EmbeddedEngine:
         self._wake.set()
 
     def _prepare(self, ticket: Ticket) -> None:
-        """It waits for its grammar in a thread, and the engine samples for others meanwhile."""
+        """Compile the grammar of a request in a thread; the engine samples for others meanwhile."""
         loop = asyncio.get_running_loop()
         self._preparing.add(ticket)
 
@@ -146,7 +146,7 @@ class EmbeddedEngine:
         self._grammars.prepare(ticket.request).add_done_callback(made)
 
     def _prepared(self, ticket: Ticket, future: Future[Matcher]) -> None:
-        if ticket not in self._preparing:  # given up meanwhile
+        if ticket not in self._preparing:  # it was aborted meanwhile
             return
         self._preparing.discard(ticket)
         error = future.exception()
@@ -171,7 +171,7 @@ class EmbeddedEngine:
         self._wake.set()
 
     async def free(self) -> None:
-        """Give the cache's memory back until the next token is sampled; for one that is paused."""
+        """Release the cache's memory of a paused engine until the next token is sampled."""
         async with self._between:
             await self._run(self._core.free)
 
@@ -190,7 +190,7 @@ class EmbeddedEngine:
         await self._change(lambda: self._core.load(tensors, version), probe)
 
     async def patch(self, patch: Patch, version: int, probe: Probe | None = None) -> None:
-        # Checks, places and copies to the device while tokens are sampled: what is left for the pause is to write.
+        # Check, locate and copy to the device while tokens are sampled: the pause is for writing only.
         writes = await asyncio.to_thread(self._core.prepare, patch)
         await self._change(lambda: self._core.patch(writes, patch.base, version), probe)
 
@@ -207,8 +207,8 @@ class EmbeddedEngine:
                 self._hand_out()
 
     async def _prove(self, probe: Probe | None) -> None:
-        """The core's weights are sampled from once they have reproduced the probe, if there is one. Also where the
-        caller goes before: nobody knows then."""
+        """Sample from the core's weights only once they have reproduced the probe, if there is one. A caller that is
+        cancelled before leaves them unproven."""
         scores: list[list[float]] = []
         try:
             if probe is not None:
@@ -223,8 +223,8 @@ class EmbeddedEngine:
         self._wake.set()
 
     async def _settle(self) -> None:
-        """Let every running sequence have a token of the last load's weights: loads that come faster than sequences
-        are computed again would otherwise keep all of them from getting on."""
+        """Wait until every running sequence has had a token of the last load's weights. Loads that come faster than
+        sequences are computed again would otherwise stop all of them."""
         deadline = self._clock.monotonic() + _SETTLE_SECONDS
         while self._core.owes and self._sampling and self._clock.monotonic() < deadline:
             self._stepped.clear()
@@ -236,7 +236,7 @@ class EmbeddedEngine:
 
     @property
     def _sampling(self) -> bool:
-        """Whether anything may be sampled now."""
+        """Return whether tokens may be sampled now."""
         return self._proven and not (self._paused or self._closed)
 
     async def _drive(self) -> None:
@@ -281,7 +281,7 @@ class EmbeddedEngine:
                 self._streams.pop(ticket, None)
 
     def _fail(self, error: Exception) -> None:
-        """Answer every open request; what was sampled before goes out first. The rest can be sampled elsewhere."""
+        """End every open request, after the tokens that were sampled before. The rest can be sampled elsewhere."""
         if isinstance(error, EngineError):
             error = EngineLost(error.message, error.hint)
         self._hand_out()

@@ -2,9 +2,8 @@
 
 Two implementations of one function. `LeanForward` runs the Llama family (Llama, Qwen2, Qwen3) with few, large
 operators: a small model's time is dispatch, and the library's own forward spends three quarters of it there.
-`LibraryForward` calls any other transformers model through a cache object, and refuses one whose own forward gives
-other logits than that. Both agree with a plain forward of the
-model within float rounding.
+`LibraryForward` calls any other transformers model through a cache object, and refuses a model whose plain forward has
+other logits. Both agree with a plain forward of the model within float rounding.
 
 Invariant: the lean forward keeps no second copy of the weights. The fused matrices are the storage, and the model's
 parameters become views into them, so weights copied into the parameters reach both.
@@ -15,17 +14,17 @@ read, X hidden size, V vocabulary.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Protocol
+from collections.abc import Callable
+from typing import Any, Protocol
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import nn
 
+from rillflow import kernels
 from rillflow.engine.embedded.cache import Batch, KVCache
 from rillflow.errors import EngineError
-
-if TYPE_CHECKING:
-    from rillflow.engine.embedded.attention import DecodeAttention
 
 _LEAN = {"LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"}
 _STATIC_ROPE = {"default", "linear", "llama3", "yarn"}  # tables that do not depend on the length of a sequence
@@ -36,15 +35,15 @@ class Forward(Protocol):
         """Write the batch's keys and values; return logits [R, V] of each row's last token."""
 
     def logits(self, ids_RT: torch.Tensor) -> torch.Tensor:
-        """Return the logits [R, T, V] after every token of new sequences; what is cached stays as it is."""
+        """Return the logits [R, T, V] after every token of new sequences; the cache does not change."""
 
     def refresh(self) -> None:
         """Recompute what is derived from the weights; called after they changed."""
 
 
 def make_forward(model: Any, cache: KVCache, *, lean: bool = True) -> Forward:
-    """The lean forward where it fits the model, else the library's. The lean one lays the weights out anew: the model's
-    own forward then runs other kernels, with other bits."""
+    """Return the lean forward where it fits the model, else the library's. The lean one changes the layout of the
+    weights: the model's own forward then runs other kernels, with other bits."""
     config = model.config
     kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
     if kinds != {"full_attention"}:
@@ -78,7 +77,7 @@ def _is_lean(model: Any) -> bool:
 def _fuse(linears: list[nn.Linear]) -> torch.Tensor:
     """Move the weights side by side into one [in, out] matrix, of which the parameters become views.
 
-    That orientation is also the one that small matrix products on CPUs are fastest in.
+    Small matrix products on CPUs are fastest in that orientation, too.
     """
     fused = torch.cat([linear.weight.detach() for linear in linears]).t().contiguous()
     at = 0
@@ -140,8 +139,8 @@ class LeanForward:
         self._norm = model.model.norm
         self._head: torch.Tensor = model.lm_head.weight
         self._head_bias: torch.Tensor | None = model.lm_head.bias
-        self._decode_attention = self._compile(self._layers[0]) if cache.compiles else None
         cache.compiled = cache.compiles
+        self._attend_columns = self._compiled(self._layers[0]) if cache.compiles else None
         positions = torch.arange(cache.context, device=cache.device)[None]
         cos, sin = model.model.rotary_emb(self._embedding[:1], positions)
         half = cos.shape[-1] // 2
@@ -149,10 +148,15 @@ class LeanForward:
         self._cos_CD: torch.Tensor = cos[0].contiguous()
         self._sin_CD: torch.Tensor = torch.cat((-sin[0, :, :half], sin[0, :, half:]), -1)
 
-    def _compile(self, layer: _Layer) -> DecodeAttention:
-        from rillflow.engine.embedded.attention import DecodeAttention  # a second, which other devices need not wait
+    def _compiled(self, layer: _Layer) -> Callable[..., torch.Tensor]:
+        """Return compiled attention, after it was compiled for this cache."""
+        from rillflow.kernels.decode import attend  # its compiler takes a second to import
 
-        return DecodeAttention(self._cache, layer.heads, layer.head_size)
+        nothing = np.zeros(0, np.int64)
+        with kernels.one_compiles():
+            empty_RAD = torch.zeros(0, layer.heads + 2 * layer.kv_heads, layer.head_size)
+            attend(empty_RAD, *self._cache.arrays(0), nothing, nothing, 1.0)
+        return attend
 
     def refresh(self) -> None:
         for layer in self._layers:
@@ -209,9 +213,9 @@ class LeanForward:
         return qkv_NAD
 
     def _attend(self, index: int, layer: _Layer, batch: Batch, qkv_NAD: torch.Tensor) -> torch.Tensor:
-        """Store the new keys and values; what the new queries find."""
-        if self._decode_attention is not None and batch.columns is not None:
-            return self._decode_attention(index, batch.columns, qkv_NAD, layer.scaling)
+        """Store the new keys and values; return the attention of the new queries."""
+        if self._attend_columns is not None and batch.columns is not None:
+            return self._attend_columns(qkv_NAD, *self._cache.arrays(index), *batch.columns, layer.scaling)
         if batch.write_N2K is not None:
             self._cache.write(index, batch, qkv_NAD[:, layer.heads :].reshape(-1, layer.head_size))
         rows, width = batch.ids_RT.shape
@@ -235,7 +239,7 @@ class LeanForward:
         return out.transpose(1, 2).reshape(rows * width, -1)
 
     def _attend_one(self, index: int, layer: _Layer, batch: Batch, q_RKGD: torch.Tensor) -> torch.Tensor:
-        """What the one new token of each row finds: rows that are alike in length at once, each as far as it goes."""
+        """Return the attention of the new token of each row: rows alike in length at once, each as far as it goes."""
         parts = [
             F.scaled_dot_product_attention(
                 q_RKGD[rows], *self._cache.read_rows(index, rows, extent), attn_mask=mask, scale=layer.scaling

@@ -22,7 +22,7 @@ import numpy as np
 import torch
 
 from rillflow.engine.embedded.sampling import Allowed, Array
-from rillflow.engine.grammars import compiled
+from rillflow.engine.requests import llguidance_grammar
 from rillflow.errors import BadRequest, EngineError
 from rillflow.types import GenerateRequest, Grammar
 
@@ -34,7 +34,7 @@ Flags = list[tuple[int, np.uint32]]  # tokens by word and bit of a mask
 
 
 class Matcher:
-    """How far one answer is in its grammar. `bits` is the mask of its next token once `ready` says so."""
+    """The state of one answer in its grammar. `bits` is the mask of its next token once `wait` has returned."""
 
     def __init__(self, state: llguidance.LLMatcher, stops: Sequence[int]) -> None:
         self.state = state
@@ -43,7 +43,7 @@ class Matcher:
         self._ready: Future[None] | None = None
 
     def take(self, token: int) -> bool:
-        """The answer has one more token; whether anything can follow. One that outgrows the limits of the matcher is
+        """Add a token to the answer; return whether another can follow. An answer that exceeds the matcher's limits is
         cut there."""
         self.state.consume_token(token)
         return not self.state.is_error() and (bool(self.stops) or not self.state.is_stopped())
@@ -65,13 +65,13 @@ Matched = Sequence[tuple[int, Matcher]]  # the places of a batch that have a mat
 
 
 class Grammars:
-    """The grammars of one engine. `tokenizer` gives the model's own, of which it is asked once."""
+    """The grammars of one engine. `tokenizer` returns the model's tokenizer; it is called once."""
 
     def __init__(self, tokenizer: Callable[[], Any] | None, vocabulary: int) -> None:
         self._tokenizer = tokenizer
         self._vocabulary = vocabulary
         self._tree: llguidance.LLTokenizer | None = None
-        self._ends: Flags = []  # what the tree takes for ends: who ends where is the request's business
+        self._ends: Flags = []  # end tokens of the tree, which are not used: each request has its own stop tokens
         self._kept: OrderedDict[Grammar, llguidance.LLMatcher] = OrderedDict()
         self._lock = Lock()  # of what is kept: compilation runs in a thread of its own
         self._compiler = ThreadPoolExecutor(1, "grammars")
@@ -85,7 +85,7 @@ class Grammars:
     # ------------------------------------------------------------ matchers
 
     def known(self, request: GenerateRequest) -> Matcher | None:
-        """A matcher at once, where the grammar is compiled and there is nothing to read first."""
+        """Return a matcher if the grammar is compiled and the answer has no tokens yet, else None."""
         grammar = request.sampling.grammar
         if grammar is None or request.begun:
             return None
@@ -97,7 +97,7 @@ class Grammars:
         return Matcher(made.deep_copy(), request.sampling.stop_tokens)
 
     def prepare(self, request: GenerateRequest) -> Future[Matcher]:
-        """In a thread. BadRequest where the grammar cannot be used, or the answer has left it."""
+        """Make a matcher in a thread. BadRequest where the grammar cannot be used, or the answer does not match it."""
         return self._compiler.submit(self._make, request)
 
     def _make(self, request: GenerateRequest) -> Matcher:
@@ -106,7 +106,7 @@ class Grammars:
         with self._lock:
             made = self._kept.get(grammar)
         if made is None:
-            made = llguidance.LLMatcher(self._built(), compiled(grammar), log_level=0)
+            made = llguidance.LLMatcher(self._built(), llguidance_grammar(grammar), log_level=0)
             if made.is_error():
                 raise BadRequest(f"the grammar cannot be used: {made.get_error()}", "ask for a simpler one")
             with self._lock:
@@ -116,13 +116,13 @@ class Grammars:
         state = made.deep_copy()
         begun = request.tokens[len(request.tokens) - request.begun :]
         if begun and not state.consume_tokens(begun):
-            raise BadRequest("the answer has left its grammar", "it was begun under another one: begin it anew")
+            raise BadRequest("the answer has left its grammar", "it was begun under another one: start again")
         return Matcher(state, request.sampling.stop_tokens)
 
     def _built(self) -> llguidance.LLTokenizer:
         if self._tree is None:
             if self._tokenizer is None:
-                raise EngineError("this engine was made without a tokenizer", "give it one: grammars are of text")
+                raise EngineError("this engine was made without a tokenizer", "give it one: grammars describe text")
             tokenizer = self._tokenizer()
             try:
                 size = max(self._vocabulary, len(tokenizer))
@@ -135,7 +135,7 @@ class Grammars:
     # ------------------------------------------------------------ masks
 
     def ask(self, matchers: Sequence[Matcher]) -> None:
-        """Have the masks of the next tokens computed, in a thread."""
+        """Compute the masks of the next tokens in a thread."""
         if not matchers:
             return
         assert self._tree is not None, "there are no matchers before the tree"
@@ -156,22 +156,22 @@ class Grammars:
             if matcher.state.is_accepting():
                 for word, flag in matcher.stops:
                     words[row, word] |= flag
-        # Where no token of this vocabulary can follow, an answer ends, as it is.
+        # An answer ends as it is if no token of this vocabulary can follow.
         for row in np.flatnonzero(~words.any(1)).tolist():
             words[row] = 0 if matchers[row].stops else 0xFFFFFFFF
             for word, flag in matchers[row].stops:
                 words[row, word] |= flag
 
     def allowed(self, matched: Matched, logits: torch.Tensor) -> Allowed:
-        """What the rows of `logits` that have a matcher may draw."""
+        """Return the tokens that the rows of `logits` with a matcher may draw."""
         bits_AW = torch.from_numpy(np.stack([matcher.wait() for _, matcher in matched])).to(logits.device)
         shift_B = torch.arange(_WORD, dtype=torch.int32, device=logits.device)
         flags_AV = ((bits_AW[:, :, None] >> shift_B) & 1).bool().flatten(1)[:, : logits.shape[1]]
         return Allowed(np.asarray([place for place, _ in matched]), flags_AV)
 
     def advance(self, matched: Matched, tokens: Array, stopped: Array, ended: Array) -> None:
-        """Tell the matchers what was drawn, and have the next masks computed while the loop and the next forward run.
-        Where nothing can follow an answer ends: fulfilled, or cut."""
+        """Advance the matchers by the drawn tokens, and compute the next masks while the loop and the next forward run.
+        An answer that no token can follow ends: fulfilled, or cut."""
         more = []
         for place, matcher in matched:
             if ended[place]:

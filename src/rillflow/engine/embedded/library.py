@@ -19,7 +19,7 @@ _CHECKED = 16  # tokens that a model is tried with
 
 
 class _SlotCache(Cache):  # type: ignore[misc]
-    """What the model takes for its cache: `update` stores into the slots and returns views of them."""
+    """The cache object that the model gets: `update` stores into the slots and returns views of them."""
 
     def __init__(self, cache: KVCache) -> None:
         super().__init__(layers=[])
@@ -37,7 +37,7 @@ class _SlotCache(Cache):  # type: ignore[misc]
 
 
 class LibraryForward:
-    """The model's own forward. Slower than the lean one for small models, and right for all."""
+    """The model's own forward: slower than the lean one for small models, correct for all."""
 
     def __init__(self, model: Any, cache: KVCache) -> None:
         self._model = model
@@ -53,8 +53,8 @@ class LibraryForward:
 
     @torch.inference_mode()
     def check(self) -> None:
-        """EngineError where a few tokens have other logits than by the model's plain forward: it attends in a way that
-        our masks do not know, such as ALiBi's distances. The cache must be empty, and is so again."""
+        """Raise EngineError if a few tokens have other logits than in the model's plain forward: its attention uses
+        something that our masks do not have, such as ALiBi's distances. The cache must be empty, and is emptied."""
         ids_T = np.arange(min(_CHECKED, self._cache.context)) % self._model.config.vocab_size
         plain_V = self._model(input_ids=torch.from_numpy(ids_T)[None].to(self._model.device), use_cache=False).logits[
             0, -1

@@ -82,8 +82,8 @@ def draw(logits_RV: torch.Tensor, settings: Settings, allowed: Allowed | None = 
 
 
 def _masked(shifted_RV: torch.Tensor, allowed: Allowed) -> torch.Tensor:
-    """What is not allowed has no weight, and the likeliest of the rest the weight 1: it may be very unlikely by itself.
-    A row that may draw nothing keeps no finite weight: the caller sees its NaN log-prob."""
+    """Give tokens that are not allowed no weight, and the likeliest of the others the weight 1, however unlikely it is
+    in the whole distribution. A row that may draw nothing has no finite weight: the caller sees its NaN log-prob."""
     index = _to(allowed.at, shifted_RV)
     rows_AV = shifted_RV[index].masked_fill(~allowed.flags_AV, -torch.inf)
     return shifted_RV.index_copy(0, index, rows_AV - rows_AV.amax(-1, keepdim=True))

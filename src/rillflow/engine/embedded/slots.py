@@ -1,23 +1,60 @@
-"""Who sits in which slot: one array per property, indexed by slot, so that a step touches all rows at once.
+"""The requests of an engine and the slots that they sit in: one array per property, indexed by slot, so that a step
+touches all rows at once.
 
 Invariants: `cached[s] <= length[s]`, and the first `cached[s]` tokens of slot s have their keys and values in the
 cache, computed by the current weights, or, where `stale[s]`, some of them by earlier ones: then no other sequence ever
 takes them over. An active slot belongs to a request; an inactive one with `cached > 0` is
 resident: a finished sequence kept for its prefix until its slot is needed. A waiting slot (`leader >= 0`) gets its
-prefix from another slot as soon as that one has it. A leader may wait for one too, but only for a slot that was taken
-before it, so there are no circles.
+prefix from another slot as soon as that one has it. A leader may wait, too, but only for a slot that was taken before
+it, so no cycle can form.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
 
+from rillflow.engine.embedded.grammars import Matcher
 from rillflow.engine.embedded.sampling import Array, Settings
-from rillflow.types import Sampling
+from rillflow.types import Chunk, GenerateRequest, Sampling
 
 MIN_SHARED = 8  # tokens; below this a copy costs more than computing them with the rest of the prompt
+
+
+@dataclass(eq=False, slots=True)
+class Ticket:
+    """A request on its way through the engine."""
+
+    request: GenerateRequest
+    seed: int
+    slot: int = -1
+    ended: bool = False
+    seam: str = ""  # why sampling was cut before the next token
+    matcher: Matcher | None = None  # of its grammar
+
+
+@dataclass(slots=True)
+class Counts:
+    """Counters of an engine since its start."""
+
+    generated: int = 0
+    prefilled: int = 0
+    reused: int = 0
+    steps: int = 0
+    loads: int = 0
+
+
+@dataclass(slots=True)
+class Outbox:
+    """Chunks for the callers, in order: steps fill it, and it is emptied between them."""
+
+    chunks: list[tuple[Ticket, Chunk]] = field(default_factory=list)
+
+    def take(self) -> list[tuple[Ticket, Chunk]]:
+        taken, self.chunks = self.chunks, []
+        return taken
 
 
 class Match(NamedTuple):
@@ -97,13 +134,13 @@ class Slots:
         self.leader = np.where(leader == one, other, np.where(leader == other, one, leader))
 
     def forget(self) -> None:
-        """The weights changed: nothing cached is valid any more, and nobody waits for a prefix."""
+        """Forget everything cached, because the weights changed; no slot waits for a prefix any more."""
         self.cached[:] = 0
         self.stale[:] = False
         self.leader[:] = -1
 
     def outdate(self) -> None:
-        """The weights changed and running sequences keep what they have cached; nobody else may take it over."""
+        """Keep the cached tokens of running sequences although the weights changed; no other sequence may copy them."""
         self.cached[~self.active] = 0
         self.stale[:] = self.active & (self.cached > 0)
         self.leader[:] = -1
@@ -116,7 +153,7 @@ class Slots:
             return Match(-1, 0)
         differ = self.tokens[:, :count] != tokens
         common = np.where(differ.any(1), differ.argmax(1), count)
-        # What an active slot has not cached yet it will have soon; a resident one never will.
+        # An active slot will soon have cached all of its tokens; a resident one never will.
         common = np.minimum(common, np.where(self.active, self.length, self.cached))
         common[~among | self.stale] = 0
         slot = int((2 * common + (self.leader < 0)).argmax())

@@ -1,15 +1,18 @@
-"""What is known of a policy's weights before any of them is there: names, shapes, dtype, and which names are one.
+"""The published weights of a model: names, shapes, dtype and tied names, known before any weight is read; and the
+layout of these weights in a server's workers, checked and added up over ranks.
 
-Invariant: what passes `whole` or `changes` fits the model; each shared tensor is in it once, under its first name.
+Invariants: weights that pass `whole` or `changes` fit the model, and a shared tensor is in them once, under its first
+name. Parts of a tensor that several ranks hold alike count once, and only if they are the same on all of them.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
@@ -21,6 +24,7 @@ if TYPE_CHECKING:
     from rillflow.contracts import Change, Patch, Tensors
 
 _T = TypeVar("_T")
+_HINT = "weights are changed in place: serve the model unquantised, in the dtype that is published"
 
 
 @dataclass(frozen=True)
@@ -34,7 +38,7 @@ class ModelFacts:
     aliases: Mapping[str, str]
 
     def whole(self, tensors: Tensors) -> dict[str, torch.Tensor]:
-        """All weights, each tensor once; WeightsError when they are not those of this model."""
+        """Return all weights, each tensor once. Raise WeightsError when they are not those of this model."""
         self._refuse_unknown(tensors)
         given = self._once(tensors, torch.equal)
         missing = sorted(set(self.shapes) - set(given))
@@ -49,7 +53,7 @@ class ModelFacts:
         return given
 
     def changes(self, patch: Patch) -> dict[str, Change]:
-        """What a patch changes, each tensor once; WeightsError when it does not fit this model."""
+        """Return the changes of a patch, each tensor once. Raise WeightsError when it does not fit this model."""
         self._refuse_unknown(patch.changes)
         given = self._once(patch.changes, _same)
         for name, change in given.items():
@@ -84,7 +88,7 @@ class ModelFacts:
 
 
 def model_facts(name: str, dtype: Dtype) -> ModelFacts:
-    """From the model's configuration alone: no weight is read."""
+    """Read the facts from the model's configuration; no weight is read."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     folder = model_folder(name)
@@ -114,3 +118,60 @@ def _same(left: Change, right: Change) -> bool:
 
 def _some(names: list[str]) -> str:
     return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
+
+
+# ------------------------------------------------------------ in a server's workers
+
+
+class Tainted(WeightsError):
+    """Weights were written, and are not what they should be: the engine samples nothing until whole ones come."""
+
+
+def check_layout(model: ModelFacts, answers: Sequence[Mapping[str, Any]]) -> None:
+    """Raise ConfigError if a weight cannot be found in the server, or if the server has one that is not published."""
+    for name, shape in model.shapes.items():
+        parts = {tuple(map(_frozen, part)) for answer in answers for part in answer["spread"][name]}
+        if sum(prod(size) for _, size, _ in parts) != prod(shape):
+            raise ConfigError(f"the server's loader does not copy {name} as it is, but makes something of it", _HINT)
+    for answer in answers:
+        for what, why in (
+            ("other_dtype", f"the server does not hold them in {model.dtype}"),
+            ("unaligned", "their shards cannot be verified"),
+            ("uncovered", "the server has them, the published weights do not"),
+        ):
+            if answer[what]:
+                raise ConfigError(f"{', '.join(answer[what][:4])}: {why}", _HINT)
+
+
+def split_tensors(model: ModelFacts, answers: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Return the tensors of which some rank holds only a part."""
+    return [
+        name
+        for name, shape in model.shapes.items()
+        if any(
+            sum(prod(size) for _, size, _ in {tuple(map(_frozen, part)) for part in answer["spread"][name]})
+            < prod(shape)
+            for answer in answers
+        )
+    ]
+
+
+def verify(model: ModelFacts, expected: Mapping[str, int], answers: Sequence[Mapping[str, Any]]) -> None:
+    """Tainted when what the workers hold of a tensor is not what its fingerprint says."""
+    for name, fingerprint in expected.items():
+        sums: dict[Any, int] = {}
+        for answer in answers:
+            for offset, size, stride, found in answer[name]:
+                key, value = (offset, tuple(size), tuple(stride)), int(found, 16)
+                if sums.setdefault(key, value) != value:
+                    raise _wrong(name, "its ranks hold different weights")
+        if sum(sums.values()) % 2**64 != fingerprint:
+            raise _wrong(name, "its fingerprint differs")
+
+
+def _wrong(name: str, why: str) -> Tainted:
+    return Tainted(f"the server does not hold the {name} that was published: {why}", "load the whole weights")
+
+
+def _frozen(value: Any) -> Any:
+    return tuple(value) if isinstance(value, list) else value

@@ -15,8 +15,7 @@ import torch
 from rillflow.config import EngineConfig
 from rillflow.contracts import Clock
 from rillflow.engine.servers.base import ServerEngine
-from rillflow.engine.servers.facts import ModelFacts
-from rillflow.engine.servers.layout import check_layout, split_tensors
+from rillflow.engine.servers.facts import ModelFacts, check_layout, split_tensors
 from rillflow.engine.servers.process import ServerProcess
 from rillflow.engine.servers.updates import DeltaUpdate, LaidUpdate, Update, lay_changes, lay_whole
 from rillflow.errors import EngineLost, WeightsError
@@ -31,9 +30,9 @@ _LOOK_SECONDS = 0.25  # between two looks at a server that starts
 
 
 class InPlaceEngine(ServerEngine):
-    """What is left for an adapter, of the server `PRODUCT`, is to have all workers carry out a method.
+    """An engine whose adapter, for the server `PRODUCT`, only has to call a method of all workers.
 
-    `process` is there where the server is ours to start, and to take down.
+    `process` is the server's process if it was started here.
     """
 
     PRODUCT: ClassVar[str]
@@ -49,12 +48,12 @@ class InPlaceEngine(ServerEngine):
         self._refused = "engine.server.decodes_deltas is false" if settings.server.decodes_deltas is False else ""
 
     def salt(self, version: int) -> str:
-        """What the server's prefix cache is kept under. A server that runs already may have served other weights under
-        the same version."""
+        """Return the key of the server's prefix cache. It differs for every start, because a server that runs already
+        may have served other weights under the same version."""
         return f"{self._start_id}-{version}"
 
     def probe_salt(self, version: int) -> str:
-        """One for each probe: a version that failed and is loaded again must not find what it cached then."""
+        """Return a new key for each probe: a version that failed and is loaded again must not find its old entries."""
         return f"{self.salt(version)}-probe-{next(self._probes)}"
 
     async def launch(self, process: ServerProcess) -> None:

@@ -1,7 +1,7 @@
-"""A server's process: in a group of its own, its words in a file, and never left behind.
+"""A server's process, and what is the same for the command lines of all servers.
 
-Invariants: the group is killed when this process ends, however it ends (`engine.reaper`); `stop` returns once the group
-is gone, so that another one finds the memory that this one held free.
+Invariants: a server runs in its own process group and writes into a log file; the group is killed when this process
+ends, however it ends (`engine.reaper`); `stop` returns once the group is gone, so that its memory is free for the next.
 """
 
 from __future__ import annotations
@@ -12,14 +12,22 @@ import socket
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
+from urllib.parse import urlsplit
+
+import torch
 
 from rillflow.engine.reaper import Reaper, kill_group
+from rillflow.engine.servers.facts import ModelFacts
+from rillflow.errors import ConfigError
 
-_GENTLE_SECONDS = 5.0  # to end by itself, and what it has started, before it is killed
+_GENTLE_SECONDS = 5.0  # for the server and its children to end before they are killed
 _ORPHANS_SECONDS = 1.0  # for what it has started to end after it
 _KILLED_SECONDS = 10.0  # for the kernel to take a process away: a GPU's driver may hold it up
 _LOOK_SECONDS = 0.02
 _TAIL_BYTES = 4000
+WEIGHTS_INSIDE = Path(__file__).resolve().parent / "inside"  # on the PYTHONPATH of every server
+DTYPE_NAMES = {"fp32": "float32", "bf16": "bfloat16"}  # as servers call them
+_LOOPBACK = ("localhost", "127.0.0.1", "::1")
 
 
 class ServerProcess:
@@ -80,7 +88,7 @@ class ServerProcess:
                 await self.wait()
 
     def tail(self) -> str:
-        """The last lines of its log, for people who ask why it does not serve."""
+        """Return the last lines of its log, for error messages."""
         try:
             with open(self.log, "rb") as words:
                 words.seek(max(0, os.path.getsize(self.log) - _TAIL_BYTES))
@@ -91,7 +99,7 @@ class ServerProcess:
 
 
 async def _gone(group: int, seconds: float) -> bool:
-    """Whether nothing of a group is left, after so long at most."""
+    """Return whether a group has ended, after `seconds` at most."""
     loop = asyncio.get_running_loop()
     deadline = loop.time() + seconds
     try:
@@ -105,8 +113,45 @@ async def _gone(group: int, seconds: float) -> bool:
 
 
 def free_port() -> int:
-    """A port of loopback that is free now; who starts a server on it tries again where another took it meanwhile."""
+    """Return a loopback port that is free now. Another program may take it before the server does."""
     with socket.socket() as found:
         found.bind(("127.0.0.1", 0))
         port: int = found.getsockname()[1]
         return port
+
+
+# ------------------------------------------------------------ command lines
+
+
+def has_tokenizer(model: ModelFacts) -> bool:
+    """Return whether the model has a tokenizer for grammars; a model of a hub is assumed to have one."""
+    return not model.folder.is_dir() or (model.folder / "tokenizer.json").exists()
+
+
+def on_loopback(url: str) -> str:
+    """Return the URL of a server on this machine. Requests to it are not encrypted, and a client can change its
+    weights: a server elsewhere is reached through a tunnel that ends here."""
+    if urlsplit(url).hostname not in _LOOPBACK:
+        raise ConfigError(
+            f"engine.server.url is {url}: not on this machine's loopback",
+            "run the node beside the server, or open a tunnel (ssh -L 8000:127.0.0.1:8000 HOST) and name its near end",
+        )
+    return url.rstrip("/")
+
+
+def visible_gpus(device: torch.device, count: int) -> dict[str, str]:
+    """Return the variable that shows a server `count` GPUs from `device` on, among those visible to this process."""
+    if device.type == "cpu":
+        # Not an empty string: Ray uses that for processes that will get GPUs later, and vLLM would then use Triton.
+        return {"CUDA_VISIBLE_DEVICES": "-1"}
+    if ":" not in str(device):  # without a number
+        return {}
+    end = device.index + count
+    seen = os.environ.get("CUDA_VISIBLE_DEVICES")
+    names = [str(number) for number in range(end)] if seen is None else seen.split(",")
+    if len(names) < end:
+        raise ConfigError(
+            f"{count} GPUs from {device} on are not visible: CUDA_VISIBLE_DEVICES is {seen}",
+            "lower engine.server.tensor_parallel, or show more GPUs",
+        )
+    return {"CUDA_VISIBLE_DEVICES": ",".join(names[device.index : end])}

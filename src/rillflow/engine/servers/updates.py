@@ -1,8 +1,8 @@
-"""Weights on their way into a server's workers: files in memory that live as long as an update, or published deltas
-that the workers decode.
+"""Updates of a server's weights: files in memory that live as long as an update, or published deltas that the workers
+decode.
 
-Invariant: the files in memory are locked while somebody lives who will remove them; what a process that was killed has
-left is removed by the next one.
+Invariant: the files in memory are locked while the process lives that will remove them; files of a process that was
+killed are removed by the next one.
 """
 
 from __future__ import annotations
@@ -21,8 +21,7 @@ from typing import IO, Any, NamedTuple
 import torch
 
 from rillflow.contracts import Change, Deltas
-from rillflow.engine.servers.facts import ModelFacts
-from rillflow.engine.servers.layout import Tainted, verify
+from rillflow.engine.servers.facts import ModelFacts, Tainted, verify
 from rillflow.errors import EngineError, EngineLost, WeightsError
 from rillflow.weights import codec
 from rillflow.weights.delta import container
@@ -33,22 +32,22 @@ _YOUNG_SECONDS = 60.0  # a folder's files may not be there yet
 
 
 class Update(ABC):
-    """Weights on their way into the server: checked and laid ready, nothing changed yet. `seconds` are what each part
-    of `apply` took, as the slowest worker says."""
+    """New weights for a server, checked and prepared; nothing has changed yet. `seconds` are the times of the parts of
+    `apply` in the slowest worker."""
 
     seconds: Mapping[str, float] = {}
 
     @abstractmethod
     async def apply(self) -> None:
-        """Change the weights, and verify them. WeightsError: nothing was changed; anything else: something may be."""
+        """Change the weights and verify them. After a WeightsError nothing has changed; after another one some may."""
 
     @abstractmethod
     async def close(self) -> None:
-        """Whatever was laid ready is removed."""
+        """Remove everything that was prepared."""
 
 
 class Laid(NamedTuple):
-    """A folder of safetensors files, how the workers take them, and what the tensors named are afterwards."""
+    """A folder of safetensors files, the method of the workers that takes them, and the fingerprints afterwards."""
 
     folder: Path
     files: Sequence[IO[bytes]]
@@ -67,7 +66,7 @@ def lay_whole(tensors: Mapping[str, torch.Tensor]) -> Laid:
 
 
 def lay_changes(changes: Mapping[str, Change], fingerprints: Mapping[str, int]) -> Laid:
-    """Tensors in which nothing has changed stay out of it."""
+    """Write the changes; tensors without a change are left out."""
     changes = {name: change for name, change in changes.items() if change.value_K.numel()}
     expected = {name: value for name, value in fingerprints.items() if name in changes}
     return Laid(*_written(dict(_entries(changes))), "rillflow_patch", expected)
@@ -100,7 +99,7 @@ def _written(tensors: Mapping[str, torch.Tensor]) -> tuple[Path, list[IO[bytes]]
 
 
 def _sweep() -> None:
-    """Remove what processes that were killed have left in memory."""
+    """Remove the folders of processes that were killed."""
     for folder in _SHARED_MEMORY.glob("rillflow-*-*"):
         with suppress(OSError):  # it is locked, it has gone meanwhile, or it is another user's
             if time.time() - folder.stat().st_mtime > _YOUNG_SECONDS:
@@ -114,7 +113,7 @@ Rewrite = Callable[[str, list[Any]], Awaitable[Any]]  # a method of all workers 
 
 
 class WorkersUpdate(Update):
-    """One method of the workers, whose answers must have these fingerprints."""
+    """An update by one method of the workers, whose answers must have the expected fingerprints."""
 
     def __init__(self, model: ModelFacts, rewrite: Rewrite, fingerprints: Mapping[str, int]) -> None:
         self._model = model
@@ -173,4 +172,4 @@ class DeltaUpdate(WorkersUpdate):
         await self._call("rillflow_decode", self._steps)
 
     async def close(self) -> None:
-        """The files belong to who pulled them."""
+        """Do nothing: the files belong to the puller."""

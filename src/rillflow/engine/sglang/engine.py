@@ -5,12 +5,12 @@ after every update; what SGLang holds after an update is read back and compared 
 published, so weights that arrived wrong are noticed before a token is sampled from them.
 
 Running requests are ended with `abort_request`, not with `pause_generation`, which looks whether all have ended only
-once a second. Seeds are not passed on: SGLang draws by them in a slower mode of its own only. Its log-probs are of the
-distribution at the temperature asked for, before its own `top_p` and `top_k`; so these are cut by our own code inside
-it (`Cuts`), and `logprobs` are of what was drawn from.
-`raw_logprobs` are the same at temperatures 0 and 1; with `top_p`, `top_k` or a grammar the whole answer is scored as a
-prompt, so it comes at once when it is done, and one that new weights cut is sampled anew from its beginning: nobody has
-seen any of it. At another temperature without such cuts they are NaN: the temperature alone explains the draw.
+once a second. Seeds are not passed on: SGLang uses them only in a slower mode. Its log-probs are those of the
+distribution at the requested temperature, before its `top_p` and `top_k`; so our code inside it (`Cuts`) applies these
+two, and `logprobs` are those of the distribution that was drawn from.
+`raw_logprobs` are the same at temperatures 0 and 1. With `top_p`, `top_k` or a grammar the whole answer is scored as a
+prompt: it is delivered at once when it is complete, and an answer that new weights cut is sampled again from its
+beginning. At another temperature without such cuts they are NaN: the temperature alone explains the draw.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ from rillflow.engine.servers.calls import Part, is_scored
 from rillflow.engine.servers.facts import ModelFacts
 from rillflow.engine.servers.in_place import InPlaceEngine
 from rillflow.engine.servers.process import ServerProcess, free_port
-from rillflow.engine.sglang import launch
+from rillflow.engine.sglang import server
 from rillflow.engine.sglang.inside.rillflow_sglang import answer_name, write_order
-from rillflow.engine.sglang.wire import Chunk, Outcome, generate_body, loader_body, probe_body, score_body
+from rillflow.engine.sglang.server import Chunk, Outcome, generate_body, loader_body, probe_body, score_body
 from rillflow.errors import EngineError, EngineLost
 from rillflow.types import FinishReason, GenerateRequest, Sampling
 from rillflow.types.decoding import json_decoder
@@ -45,7 +45,7 @@ from rillflow.weights.models import DTYPES
 
 _T = TypeVar("_T")
 
-_WATCH_SECONDS = 2.0  # between two looks at one that somebody else runs
+_WATCH_SECONDS = 2.0  # between two looks at a server that was not started here
 _MISSES = 5  # looks in a row that fail before it counts as lost
 _CONTROL_SECONDS = 60.0
 _WEIGHTS_SECONDS = 600.0  # for all weights of a large model to be copied and read back
@@ -79,7 +79,7 @@ class SglangEngine(InPlaceEngine):
         if self.settings.server.url is None:
             key = await self._start()
         else:
-            self._url, key, self._orders = launch.running_server(self.settings)
+            self._url, key, self._orders = server.running_server(self.settings)
         self._http = aiohttp.ClientSession(
             connector=aiohttp.TCPConnector(limit=0),
             headers={"authorization": f"Bearer {key}"} if key else {},
@@ -96,8 +96,8 @@ class SglangEngine(InPlaceEngine):
         secret = self._orders / "secret.yaml"
         secret.write_text(f"api-key: {key}\n")
         process = ServerProcess(
-            launch.command(self.model, self.settings, port, secret),
-            environment=launch.environment(self.settings, self._orders),
+            server.command(self.model, self.settings, port, secret),
+            environment=server.environment(self.settings, self._orders),
             log=(self._logs or self._orders) / f"sglang-{port}.log",
         )
         self._url = f"http://127.0.0.1:{port}"
@@ -154,7 +154,7 @@ class SglangEngine(InPlaceEngine):
         return Part(tokens, logprobs, raw, finish) if raw else Part([], [], [], "abort")
 
     async def _scores(self, tokens: list[int], answer: list[int], version: int) -> list[float]:
-        """None where that was cut."""
+        """Return the scores of an answer's tokens; none if the request was cut."""
         self._running += 1
         try:
             body = score_body(tokens, answer, self.salt(version))
@@ -248,7 +248,7 @@ class SglangEngine(InPlaceEngine):
         await asyncio.to_thread(write_order, self._orders, number, layout, method, list(arguments))
         await self._control("/begin_weight_update", {"selector": "target"})
         try:
-            await self._control("/update_weights_from_tensor", loader_body(launch.LOADER, ranks))
+            await self._control("/update_weights_from_tensor", loader_body(server.LOADER, ranks))
         finally:
             await self._control("/end_weight_update", {})
         return [self._answer(number, rank) for rank in range(ranks)]
@@ -306,7 +306,7 @@ def _scored(chunk: Chunk, tokens: list[int]) -> list[float]:
 
 
 def _part(chunk: Chunk, asked: Sampling) -> Part:
-    """An answer that ended with a token that nobody asked to stop at is one that was cut: it goes on."""
+    """Return a chunk as a part. An answer that ended without one of its stop tokens was cut: it goes on."""
     tokens, logprobs = chunk.output_ids, [value for value, _, _ in chunk.meta_info.output_token_logprobs]
     if len(tokens) != len(logprobs):
         raise EngineError(

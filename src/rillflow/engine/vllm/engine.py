@@ -1,14 +1,14 @@
 """vLLM behind the Engine contract.
 
-Invariants: the prefix cache never crosses versions or starts of an engine, because both salt it; what vLLM holds after
-an update is read back and compared with the fingerprints of what was published, so weights that arrived wrong are
-noticed before a token is sampled from them.
+Invariants: the prefix cache never crosses versions or starts of an engine, because both are part of its key. Weights in
+vLLM are read back after an update and compared with the published fingerprints, so wrong weights are noticed before a
+token is sampled from them.
 
-Seeds are passed on only where that was asked for (`engine.server.seeded`): vLLM's own are neither cheap on GPUs nor the
-same draw after a cut. vLLM tells the log-probs of the distribution that it drew from. The model's own are the same at
-temperatures 0 and 1. With `top_p`, `top_k` or a grammar the whole answer is scored as a prompt: it comes at once when
-it is done, and one that new weights cut is sampled anew from its beginning, of which nobody has seen anything. At
-another temperature without such cuts `raw_logprobs` are NaN: the temperature alone explains the draw.
+Seeds are passed on only with `engine.server.seeded`: vLLM's seeds are expensive on GPUs and give another draw after a
+cut. vLLM returns the log-probs of the distribution that it drew from. The model's own are equal at temperatures 0 and
+1. With `top_p`, `top_k` or a grammar the whole answer is scored as a prompt: it is delivered at once when it is
+complete, and an answer that new weights cut is sampled again from its beginning. At another temperature without such
+cuts `raw_logprobs` are NaN: the temperature alone explains the draw.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ from rillflow.engine.servers.calls import Part, is_scored
 from rillflow.engine.servers.facts import ModelFacts
 from rillflow.engine.servers.in_place import InPlaceEngine
 from rillflow.engine.servers.process import ServerProcess, free_port
-from rillflow.engine.vllm import launch
-from rillflow.engine.vllm.channel import ChannelClient
+from rillflow.engine.vllm import server
 from rillflow.engine.vllm.inside.rillflow_channel import LOST
+from rillflow.engine.vllm.server import ChannelClient
 from rillflow.errors import ContextOverflow, EngineError, EngineLost
 from rillflow.types import FinishReason, GenerateRequest
 from rillflow.weights.models import DTYPES
@@ -61,7 +61,7 @@ class VllmEngine(InPlaceEngine):
         if self.settings.server.url is None:
             url, token = await self._start()
         else:
-            url, token = launch.running_server(self.settings)
+            url, token = server.running_server(self.settings)
         await self._wait_healthy(url)
         self._channel = ChannelClient(url, token)
         await self._channel.open()
@@ -74,8 +74,8 @@ class VllmEngine(InPlaceEngine):
         port, token = free_port(), secrets.token_urlsafe(32)
         logs = self._logs or Path(tempfile.mkdtemp(prefix="rillflow-vllm-"))
         process = ServerProcess(
-            launch.command(self.model, self.settings, port),
-            environment=launch.environment(self.settings, token),
+            server.command(self.model, self.settings, port),
+            environment=server.environment(self.settings, token),
             log=logs / f"vllm-{port}.log",
         )
         await self.launch(process)

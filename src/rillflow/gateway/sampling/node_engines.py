@@ -16,8 +16,7 @@ from rillflow.clients.fetching import Tell
 from rillflow.clients.turns import Ask
 from rillflow.config import Recipe
 from rillflow.contracts import Clock, WeightStore
-from rillflow.engine.build import build_engine
-from rillflow.engine.follow import follow
+from rillflow.engine.build import build_engine, follow
 from rillflow.engine.host import EngineHost, tell_busy
 from rillflow.engine.remote import RemoteEngine
 from rillflow.errors import RillflowError

@@ -23,8 +23,8 @@ from typing import Protocol
 import msgspec
 from xxhash import xxh3_64_intdigest
 
-from rillflow.engine.progress import Progress
 from rillflow.engine.remote import RemoteEngine
+from rillflow.engine.requests import Progress
 from rillflow.errors import ContextOverflow, EngineLost, QueueFull, RillflowError, Unavailable
 from rillflow.types import Chunk, EngineInfo, GenerateRequest
 

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from rillflow import kernels
 from rillflow.errors import ConfigError
 from rillflow.trainer.attention import padded
 from rillflow.trainer.attention.flex import flex
@@ -113,7 +114,7 @@ def _no_loops(device: torch.device, dtype: torch.dtype) -> str:
     """Return why the compiled loops cannot run; empty if they can."""
     if device.type != "cpu" or dtype != torch.float32:
         return f"the loops compute in fp32 on a CPU, not in {dtype} on {device.type}"
-    return ""
+    return "" if kernels.enabled("attention") else f"{kernels.VARIABLE} turns them off"
 
 
 def _head_size(body: Any) -> int:

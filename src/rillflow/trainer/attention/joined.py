@@ -39,9 +39,9 @@ class Joined(NamedTuple):
 
     def __call__(self, heads: Heads, scale: float) -> torch.Tensor:
         if self.kernel == LOOPS:
-            from rillflow.trainer.attention import loops
+            from rillflow.kernels.attention import attention
 
-            return loops.attention(heads, self.tables[0], scale)
+            return attention(*heads, self.tables[0], scale)
         out: torch.Tensor = torch.ops.rillflow.forest_attention(
             *heads, self.tables, self.most, way=self.kernel, scale=scale
         )[0]
@@ -51,9 +51,9 @@ class Joined(NamedTuple):
 def joined(layout: Layout, kernel: str) -> Joined:
     """Kernels that loop over spans on the host want their edges there."""
     if kernel == LOOPS:
-        from rillflow.trainer.attention import loops
+        from rillflow.kernels.attention import paths
 
-        return Joined([loops.paths(layout)], [0], kernel)
+        return Joined([paths(layout.parent_S, layout.start_S, layout.length_S)], [0], kernel)
     device = layout.tokens_P.device
     edges_on = device if kernel == "flash" else torch.device("cpu")
     tables: list[torch.Tensor] = []

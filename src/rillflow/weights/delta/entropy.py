@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from rillflow.weights.delta.format import Array, Layout, layout_of_pair
+from rillflow.kernels.delta.format import Array, Layout, layout_of_pair
 from rillflow.weights.fingerprint import bits_of
 
 

@@ -1,7 +1,7 @@
-"""Deltas of tensors: encode, decode, apply. `format` documents the bytes, which are the same wherever they are made.
+"""Deltas of tensors: encode, decode, apply. `kernels.delta.format` documents the bytes.
 
-Tensors on a GPU are encoded there, by `delta.gpu`; those on the host by compiled loops, several segments at once, in as
-many threads as torch uses. On a GPU deltas are decoded by servers' workers alone.
+Tensors on a GPU are encoded there, by `kernels.delta.gpu`; those on the host by `kernels.delta`, several segments at
+once, in as many threads as torch uses. Servers' workers alone decode deltas on a GPU.
 """
 
 from __future__ import annotations
@@ -14,10 +14,12 @@ from typing import NamedTuple, TypeVar
 import numpy as np
 import torch
 
+from rillflow import kernels
 from rillflow.contracts import Change
 from rillflow.errors import CorruptData, WeightsError
-from rillflow.weights.delta import format
-from rillflow.weights.delta.format import CODED, DAMAGED, DENSE, RAW, SAME, Array, Buffer, Encoded, Header, Layout
+from rillflow.kernels import delta as codec
+from rillflow.kernels.delta import format
+from rillflow.kernels.delta.format import CODED, DAMAGED, DENSE, RAW, SAME, Array, Buffer, Encoded, Header, Layout
 from rillflow.weights.fingerprint import bits_of, fingerprint
 
 # Each changed weight takes some dozen bytes while its segment is coded; each segment has a table of its own.
@@ -32,11 +34,11 @@ def encode(base: torch.Tensor, new: torch.Tensor, known: int | None = None) -> E
     """The delta that makes `new` of `base`; both have the same dtype and shape. `known` is the fingerprint of `base`,
     where the caller has it: it is not computed again, and not checked."""
     layout = format.layout_of_pair(base, new)
-    if base.is_cuda:
-        from rillflow.weights.delta import gpu
+    if base.is_cuda and kernels.enabled("delta_gpu"):
+        from rillflow.kernels.delta import gpu
 
         return gpu.encode_gpu(base, new, known)
-    old_N, new_N = bits_of(base), bits_of(new)
+    old_N, new_N = bits_of(base.cpu()), bits_of(new.cpu())
     log2 = _segment_log2(old_N, new_N)
     made = list(_at_once(lambda run: _encode(old_N[run], new_N[run], run.start, layout), _runs(len(old_N), log2)))
     before = fingerprint(base) if known is None else known
@@ -126,9 +128,7 @@ def _runs(weights: int, log2: int) -> Iterator[slice]:
 
 
 def _encode(old_N: Array, new_N: Array, start: int, layout: Layout) -> _Segment:
-    from rillflow.weights.delta.cpu import writing
-
-    changed, gained, pieces = writing.encode(old_N, new_N, layout, start * layout.width // 64)
+    changed, gained, pieces = codec.encode(old_N, new_N, layout, start * layout.width // 64)
     kind = CODED if pieces else RAW if changed else SAME
     if kind == RAW:
         pieces = (new_N.tobytes(),)
@@ -137,12 +137,10 @@ def _encode(old_N: Array, new_N: Array, start: int, layout: Layout) -> _Segment:
 
 def _decode(old_N: Array, run: slice, segment: tuple[int, memoryview], layout: Layout) -> tuple[Array, Array, int]:
     """Where the weights of a run change, counted from its start, to what, and what the fingerprint gains."""
-    from rillflow.weights.delta.cpu import reading, words
-
     (kind, data), old_N = segment, old_N[run]
     first_word = run.start * layout.width // 64
     if kind == CODED:
-        return reading.decode(old_N, data, layout, first_word)
+        return codec.decode(old_N, data, layout, first_word)
     if kind == SAME:
         return np.empty(0, np.int32), np.empty(0, old_N.dtype), 0
     if len(data) != old_N.nbytes:
@@ -150,7 +148,7 @@ def _decode(old_N: Array, run: slice, segment: tuple[int, memoryview], layout: L
     new_N = np.frombuffer(data, old_N.dtype)
     index_K = np.flatnonzero(new_N != old_N).astype(np.int32)
     value_K = new_N[index_K]
-    return index_K, value_K, int(words.difference(old_N, index_K, value_K, first_word))
+    return index_K, value_K, codec.difference(old_N, index_K, value_K, first_word)
 
 
 class _Found:

@@ -15,11 +15,12 @@ from typing import NamedTuple
 
 import torch
 
+from rillflow import kernels
 from rillflow.contracts import Change
 from rillflow.errors import CorruptData
+from rillflow.kernels.delta.format import Encoded, opened
 from rillflow.weights import delta
 from rillflow.weights.delta.container import Kind, Part, Piece
-from rillflow.weights.delta.format import Encoded, opened
 
 WORD = 8
 RUN = 1 << 22  # weights; a tensor that has more is a run of its own
@@ -88,7 +89,9 @@ def pieces_on_device(
     runs: Sequence[tuple[Part, ...]], pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], known: Sequence[int | None]
 ) -> list[Made]:
     """`piece_of` of runs on one GPU, of dtypes that deltas have: all go through the same few launches."""
-    from rillflow.weights.delta import gpu
+    if not kernels.enabled("delta_gpu"):
+        return [piece_of(parts, *pair, one) for parts, pair, one in zip(runs, pairs, known, strict=True)]
+    from rillflow.kernels.delta import gpu
 
     sums = [value for value in known if value is not None]
     encoded = gpu.encode_many(pairs, sums if len(sums) == len(known) else None)

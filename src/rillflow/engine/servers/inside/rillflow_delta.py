@@ -1,6 +1,6 @@
 """Deltas decoded and applied by torch on the device that holds the weights. Only the coded bytes are uploaded.
 
-Rillflow's `weights.delta.format` documents the bytes. A batch of segments is decoded in three steps:
+Rillflow's `kernels.delta.format` documents the bytes. A batch of segments is decoded in three steps:
 
 1. The old weights of each segment are sorted by class (stable), so that the weight of a rank in a class is a look-up.
    This is the only step whose time depends on the number of weights; the others depend on the number of changes.
@@ -175,10 +175,10 @@ def _starts(data: memoryview, layout: Layout) -> list[int]:
 class _Rows:
     """The subsets of all groups of a batch. A group is a class of a segment in which anything changed.
 
-    Of each subset: its group; its level (0 changed, 1 negative, 2 + l longer than l); how many items and members it
-    has; how many events code it; their Rice parameter and the first bit of their low bits; whether events name
-    non-members (`flip`). Of each group: its changes, where its class begins among the sorted weights, its segment, and
-    by length the first of the low bits of its changes. Bits count from the start of the batch's field streams.
+    A subset has: its group; its level (0 changed, 1 negative, 2 + l longer than l); how many items and members it has;
+    how many events code it; their Rice parameter and the first bit of their low bits; whether events name non-members
+    (`flip`). A group has: its changes, where its class begins among the sorted weights, its segment, and by length the
+    first of the low bits of its changes. Bits count from the start of the batch's field streams.
     """
 
     COLUMNS = ("group", "level", "items", "members", "events", "rice", "field", "flip")
@@ -255,8 +255,8 @@ def _varint(data: memoryview, at: int) -> tuple[int, int]:
 
 
 class _Streams:
-    """The coded bytes of a batch. Of each segment: the bit that its unary stream begins at and the one behind it, and
-    its first event."""
+    """The coded bytes of a batch. `bounds` has for each segment the first bit of its unary stream and the one behind
+    it, and its first event."""
 
     def __init__(self, segments: Sequence[_Segment], found: _Sorted, layout: Layout) -> None:
         self.rows = _Rows(layout.width)
@@ -300,7 +300,7 @@ class _Streams:
 
 
 class _Changes(NamedTuple):
-    """Of each change of a batch: its group, its rank in the class, and the difference in units in the last place."""
+    """The changes of a batch: the group of each, its rank in the class, its difference in units in the last place."""
 
     group_K: torch.Tensor
     rank_K: torch.Tensor
@@ -393,7 +393,7 @@ class _Events:
 
 
 def _out_of_bounds(streams: _Streams, place_E: torch.Tensor) -> torch.Tensor:
-    """Whether an event lies in the unary stream of another segment, or a stream goes on behind its last event."""
+    """Return whether an event lies in the stream of another segment, or a stream goes on behind its last event."""
     bounds = [*streams.bounds, (0, 0, streams.events)]
     rows = [(begin, end, first, beyond - 1) for (begin, end, first), (_, _, beyond) in pairwise(bounds) if end > begin]
     if not rows:

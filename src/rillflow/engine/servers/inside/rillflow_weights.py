@@ -27,7 +27,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-# Inside a server this folder is on the path by itself; in Rillflow it is part of a package.
+# Inside a server this folder is on the path; in Rillflow it is part of a package.
 _delta = importlib.import_module(f"{__package__}.rillflow_delta" if __package__ else "rillflow_delta")
 
 _STEP, _MIX_A, _MIX_B = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
@@ -117,7 +117,7 @@ class RillflowWorker:
             return self._rillflow_read_back(list(names), "decode", began)
 
     def rillflow_fingerprints(self, names: list[str]) -> dict[str, Any]:
-        """Of what is held of these tensors: the sum of each part, by its place."""
+        """Return the sum of each part of these tensors that this rank holds, by its place."""
         with torch.no_grad():
             every = [(name, place) for name in names for place in self.rillflow_places[name]]
             found: dict[str, Any] = {name: [] for name in names}
@@ -197,7 +197,7 @@ class RillflowWorker:
                 yield _delta.Piece(joined, data, partial(self._rillflow_store, joined, parts))
 
     def _rillflow_in_place(self, name: str) -> bool:
-        """Whether one run of this rank's memory is the whole tensor."""
+        """Return whether one run of this rank's memory is the whole tensor."""
         places = self.rillflow_places[name]
         return len(places) == 1 and _is_all(places[0], self.rillflow_facts[name][0])
 
@@ -239,7 +239,7 @@ def _fill(place: Place, flat: torch.Tensor) -> None:
 
 
 def _is_all(place: Place, shape: tuple[int, ...]) -> bool:
-    """Whether the part is the whole tensor of this shape, in its own order."""
+    """Return whether the part is the whole tensor of this shape, in its own order."""
     rows = _rows(place, _WORD)
     in_order = place.offset == 0 and rows is not None and rows[0] == 1
     return in_order and math.prod(place.size) == math.prod(shape) and place.held.is_contiguous()
@@ -284,8 +284,8 @@ def _key(place: Place) -> list[Any]:
 
 
 def _sums(places: list[Place]) -> list[str]:
-    """Of each part its share of the tensor's fingerprint: see Rillflow's `weights.fingerprint`. Those of parts alike
-    are computed at once, and a GPU is waited for at the end only: another process may have its turn before it answers.
+    """Return the share of each part in its tensor's fingerprint: see Rillflow's `weights.fingerprint`. Parts alike are
+    computed at once, and a GPU is waited for at the end only: another process may run on it before it answers.
     """
     alike: dict[Any, list[int]] = {}
     for number, place in enumerate(places):

@@ -1,12 +1,12 @@
-"""What runs inside SGLang: a loader that changes its weights in place and verifies them (`--custom-weight-loader`), and
-the cuts of `top_k` and `top_p` (`--enable-custom-logit-processor`).
+"""The code that runs inside SGLang: a loader that changes its weights in place and verifies them
+(`--custom-weight-loader`), and the cuts of `top_k` and `top_p` (`--enable-custom-logit-processor`).
 
-SGLang calls `take` in every rank, between two steps of its scheduler. What to do stands in a file, since the call
-itself carries tensors only; what came of it is written beside it. Invariants: an order is answered once by each rank;
-nothing is raised, because SGLang's scheduler would end with it.
+SGLang calls `take` in every rank, between two steps of its scheduler. The order is in a file, since the call itself
+carries tensors only; the answer is written beside it. Invariants: an order is answered once by each rank; no error is
+raised, because it would end SGLang's scheduler.
 
-Where weights live, and how they are written and summed up, is `rillflow_weights`: it asks the model's own loader, which
-SGLang's models have as vLLM's do. It is asked anew for every order: SGLang may lay weights out anew after each.
+`rillflow_weights` finds, writes and verifies the weights: it uses the model's own loader, which SGLang's models have as
+vLLM's do. It does so for every order: SGLang may change the layout of weights after each.
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ import msgspec
 
 PATH = "/rillflow/channel"
 TOKEN = "RILLFLOW_CHANNEL_TOKEN"
-SHUT = "RILLFLOW_CHANNEL_SHUT"  # set: without the token nothing but the health is told
+SHUT = "RILLFLOW_CHANNEL_SHUT"  # if set, a request without the token gets the health only
 LOST = "lost"  # the `finish` of an answer when vLLM's engine has died
 _GATHER_SECONDS = 0.005  # parts that arrive within so long travel in one frame; a reply takes them along at once
 _SHAPES = {"json": "json", "regex": "regex", "lark": "grammar"}  # what vLLM calls the kinds of grammars
@@ -50,7 +50,7 @@ class Ask(msgspec.Struct, array_like=True, tag="ask"):
 
 
 class Drop(msgspec.Struct, array_like=True, tag="drop"):
-    """Nobody reads the answer to `id` any more."""
+    """The caller no longer reads the answer to `id`."""
 
     id: int
 
@@ -76,7 +76,7 @@ class Part(msgspec.Struct, array_like=True, tag="part"):
 
 
 class Reply(msgspec.Struct, array_like=True, tag="reply"):
-    """What a `Control` came to."""
+    """The result of a `Control`."""
 
     id: int
     result: Any = None
@@ -88,8 +88,8 @@ Answered = list[Part | Reply]
 
 
 class Channel:
-    """The middleware. What is not for the channel passes through it, or is refused where the server is shut: vLLM's own
-    key would do that too, but is part of what its compiled code is kept under, and ours is another at every start."""
+    """The middleware. Requests for other routes pass through it, or are refused if the server is shut. vLLM's own key
+    could refuse them, too, but it is part of the key of vLLM's compile cache, and ours differs at every start."""
 
     def __init__(self, app: Any) -> None:
         self._app = app
@@ -221,7 +221,7 @@ class _Connection:
         return whole if whole.raw else Part(ask.id, [], [], "abort")
 
     async def _score_all(self, control: int, prompts: list[list[int]], salt: str) -> list[list[float]]:
-        """Of each prompt all but its first token, which nothing comes before. vLLM computes them in one step."""
+        """Return the scores of each prompt's tokens but the first. vLLM computes all of them in one step."""
         asked = [
             self._scores(prompt, len(prompt) - 1, salt, f"{self._name(control)}-{place}")
             for place, prompt in enumerate(prompts)
@@ -296,8 +296,8 @@ class _Connection:
             self._put(Reply(message.id, None, f"{type(error).__name__}: {error}"))
 
     async def _pause(self) -> None:
-        """Cut every answer between two tokens. What came in too late for vLLM's own abort is aborted by name; what
-        vLLM does not know yet either has sampled nothing and is simply given up."""
+        """Cut every answer between two tokens. Requests that came too late for vLLM's own abort are aborted by name;
+        a request that vLLM does not know yet has sampled nothing and is cancelled."""
         tasks = dict(self._asks)
         await self._engine.pause_generation(mode="abort", clear_cache=False)
         if any(not task.done() for task in tasks.values()):

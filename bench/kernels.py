@@ -1,0 +1,141 @@
+"""What each compiled kernel of the CPU gains: core milliseconds of a sample with all kernels, and without one of them.
+
+The work is that of `bench.endtoend --case equal`: a Qwen3 of 0.88 million weights, groups of 8 answers of 32 tokens to
+a prompt of 30. `trainer` is forward and backward of 128 samples as trees, `engine` is the sampling of 128 answers, on
+one thread each. Processor time is measured, so other work on the machine matters little. The delta codec is measured by
+the seconds of a version of 135 million weights in bf16 of which 0.5 % changed: encoded by a trainer, decoded by a node.
+
+    python -m bench.kernels --json -
+
+The settings take turns; medians are reported. End to end a sample costs about 14 core milliseconds on two cores of a
+Neoverse-N1 (`bench.endtoend`), so a kernel that saves 1.4 of them gains a tenth.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from bench import endtoend_task as task
+from bench.common import Report, parser
+from bench.tree import Case, make_rows
+from rillflow import kernels
+from rillflow.config import TrainerConfig
+from rillflow.engine.embedded import EmbeddedEngine
+from rillflow.trainer.batches import Databuffer
+from rillflow.trainer.forward import PolicyForward
+from rillflow.trainer.packing import micro_batches
+from rillflow.types import GenerateRequest, Sampling
+from rillflow.weights.delta import decode, encode
+
+PROMPT, SAMPLES = 30, 128
+WEIGHTS, CHANGED = 135_000_000, 0.005
+TRAINER, ENGINE = ("attention", "layers", "softmax"), ("decode",)
+
+
+def setting(without: str) -> str:
+    return ",".join(name for name in kernels.NAMES if name != without) if without != "all" else "off"
+
+
+def trainer(model: PreTrainedModel) -> Callable[[], float]:
+    forward = PolicyForward(model, TrainerConfig(trees=True))
+    case = Case(PROMPT / (PROMPT + task.EQUAL), PROMPT + task.EQUAL, task.GROUP, SAMPLES // task.GROUP)
+    rows = Databuffer(make_rows(case, model.config.vocab_size))
+    micros = [make() for make in micro_batches(rows, [], 3072, device=torch.device("cpu"), trees=True)]
+
+    def measure() -> float:
+        began = time.process_time()
+        for micro in micros:
+            logprob_T, _ = forward(micro)
+            (-logprob_T.sum()).backward()
+        return 1000 * (time.process_time() - began) / SAMPLES
+
+    return measure
+
+
+def engine(model: PreTrainedModel) -> Callable[[], float]:
+    made = EmbeddedEngine(model, slots=SAMPLES, context=96)
+
+    async def one(number: int) -> None:
+        tokens = [(7 * (number // task.GROUP) + at) % 50 for at in range(PROMPT)]
+        sampling = Sampling(max_tokens=task.EQUAL, seed=number)
+        async for _ in made.generate(GenerateRequest(id=str(number), tokens=tokens, sampling=sampling)):
+            pass
+
+    async def all_of_them() -> float:
+        await made.start()
+        began = time.process_time()
+        await asyncio.gather(*(one(number) for number in range(SAMPLES)))
+        return 1000 * (time.process_time() - began) / SAMPLES
+
+    loop = asyncio.new_event_loop()
+    return lambda: loop.run_until_complete(all_of_them())
+
+
+def delta(weights: int) -> Callable[[], float]:
+    generator = torch.Generator().manual_seed(1)
+    base = (0.02 * torch.randn(weights, generator=generator)).bfloat16()
+    new = torch.where(torch.rand(weights, generator=generator) < CHANGED, base * 1.01, base)
+
+    def measure() -> float:
+        began = time.process_time()
+        decode(base, encode(base, new).data)
+        return (time.process_time() - began) * WEIGHTS / weights
+
+    return measure
+
+
+def compare(
+    report: Report,
+    what: str,
+    names: tuple[str, ...],
+    make: Callable[[], Callable[[], float]],
+    *,
+    repeats: int,
+    unit: str,
+) -> None:
+    ways: dict[str, Callable[[], float]] = {}
+    for without in ("", *names, "all"):
+        os.environ[kernels.VARIABLE] = setting(without)
+        ways[without] = make()
+        ways[without]()  # compiles
+    seen: dict[str, list[float]] = {without: [] for without in ways}
+    for _ in range(repeats):
+        for without, measure in ways.items():
+            os.environ[kernels.VARIABLE] = setting(without)
+            seen[without].append(measure())
+    os.environ.pop(kernels.VARIABLE)
+    ours = statistics.median(seen[""])
+    for without in (*names, "all"):
+        report.add(f"{what} without {without}", ours, statistics.median(seen[without]), unit=unit, less_is_better=True)
+
+
+def main() -> None:
+    arguments = parser(__doc__ or "").parse_args()
+    torch.set_num_threads(1)
+    report = Report("kernels")
+    repeats = 5 if arguments.quick else 15
+    with tempfile.TemporaryDirectory() as folder:
+        path = task.make_model(Path(folder), 1)
+
+        def model() -> PreTrainedModel:
+            made: PreTrainedModel = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+            return made
+
+        compare(report, "trainer", TRAINER, lambda: trainer(model()), repeats=repeats, unit="ms/sample")
+        compare(report, "engine", ENGINE, lambda: engine(model()), repeats=repeats, unit="ms/sample")
+        size = 2_000_000 if arguments.quick else 16_000_000
+        compare(report, "a version by delta", ("delta",), lambda: delta(size), repeats=repeats, unit="s")
+    report.finish(arguments.json)
+
+
+if __name__ == "__main__":
+    main()

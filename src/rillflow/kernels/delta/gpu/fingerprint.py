@@ -1,0 +1,32 @@
+"""Fingerprints of tensors on the device: the same numbers as `weights.fingerprint` gives on the host."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from rillflow.kernels.delta.gpu import compare
+from rillflow.kernels.delta.gpu.batch import BLOCK, WORD, words_of
+
+_ROUNDS = 4
+_MASK = (1 << 64) - 1
+
+
+def fingerprint_gpu(tensor: torch.Tensor, first_word: int = 0) -> int:
+    """Of a tensor of any dtype, or of a part of one that begins at its word `first_word`."""
+    return fingerprints_gpu([(tensor, first_word)])[0]
+
+
+def fingerprints_gpu(parts: Sequence[tuple[torch.Tensor, int]]) -> list[int]:
+    """The same of many, on one device, which is waited for once."""
+    if not parts:
+        return []
+    out = torch.zeros(len(parts), dtype=torch.int64, device=parts[0][0].device)
+    words = [words_of(tensor) for tensor, _ in parts]  # copies among them live until the end
+    for place, (tensor, first_word) in enumerate(parts):
+        if number := -(-tensor.nbytes // WORD):
+            grid = (-(-number // (BLOCK * _ROUNDS)),)
+            to = out[place:]
+            compare.fingerprint[grid](words[place].data_ptr(), number, first_word, to, WORDS=BLOCK, ROUNDS=_ROUNDS)
+    return [found & _MASK for found in out.tolist()]

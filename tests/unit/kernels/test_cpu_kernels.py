@@ -1,0 +1,107 @@
+"""Each compiled kernel of the CPU against its reference in torch: results and gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+
+from rillflow.kernels.attention import attention, paths, reference_attention
+from rillflow.kernels.compile import fastmath
+from rillflow.kernels.decode import attend, reference_attend
+from rillflow.kernels.exponential import exponential
+from rillflow.kernels.layers import gate, reference_gate, reference_rms_norm, reference_rotate, rms_norm, rotate
+from rillflow.kernels.softmax import probabilities_, reference_probabilities, reference_stats, stats
+
+
+def drawn(*shape: int, seed: int = 0, grad: bool = True) -> torch.Tensor:
+    made = torch.randn(shape, generator=torch.Generator().manual_seed(seed + sum(shape)))
+    return made.requires_grad_(grad)
+
+
+def compared(
+    ours: Callable[..., torch.Tensor], theirs: Callable[..., torch.Tensor], inputs: list[torch.Tensor]
+) -> None:
+    """Two fp32 sums in different orders are about 1e-6 of the largest value apart; gradients add up over tokens."""
+    seen = []
+    for function in (ours, theirs):
+        found = function(*inputs)
+        grads = torch.autograd.grad(found, inputs, drawn(*found.shape, seed=9, grad=False))
+        seen.append((found.detach(), *grads))
+    for mine, reference in zip(*seen, strict=True):
+        torch.testing.assert_close(mine, reference, rtol=1e-4, atol=1e-5 * float(reference.abs().max()))
+
+
+def test_rms_norm() -> None:
+    compared(lambda *x: rms_norm(*x, 1e-6), lambda *x: reference_rms_norm(*x, 1e-6), [drawn(3, 5, 24), drawn(24)])
+
+
+def test_gate() -> None:
+    compared(gate, reference_gate, [drawn(3, 5, 24), drawn(3, 5, 24, seed=1)])
+
+
+@pytest.mark.parametrize("normed", [True, False])
+def test_rotate(normed: bool) -> None:
+    angles = drawn(7, 8, grad=False)
+    tables = torch.cat([angles.cos()] * 2, -1), torch.cat([angles.sin()] * 2, -1)
+
+    def ours(heads: torch.Tensor, *weight: torch.Tensor) -> torch.Tensor:
+        return rotate(heads, (weight[0] if weight else None, 1e-6), *tables)
+
+    def theirs(heads: torch.Tensor, *weight: torch.Tensor) -> torch.Tensor:
+        return reference_rotate(heads, (weight[0] if weight else None, 1e-6), *tables)
+
+    compared(ours, theirs, [drawn(7, 3, 16), *([drawn(16)] if normed else [])])
+
+
+@pytest.mark.parametrize(("heads", "shared", "size"), [(4, 2, 16), (3, 1, 7), (2, 2, 32)])
+def test_attention_of_a_forest(heads: int, shared: int, size: int) -> None:
+    """Two trees: a root with three branches, of which one has a branch of its own, and a single row."""
+    parent_S, length_S = np.array([-1, 0, 1, 0, 0, -1]), np.array([9, 4, 5, 1, 30, 3])
+    table = paths(parent_S, np.cumsum(length_S) - length_S, length_S)
+    tokens = int(length_S.sum())
+    parts = [drawn(tokens, heads, size), drawn(tokens, shared, size, seed=1), drawn(tokens, shared, size, seed=2)]
+    compared(lambda *x: attention(*x, table, 0.3), lambda *x: reference_attention(*x, table, 0.3), parts)
+
+
+def test_softmax_over_a_vocabulary() -> None:
+    logits_TV, factor_T = 5 * drawn(6, 301, grad=False), torch.linspace(0.3, 2.0, 6)
+    target_T = torch.arange(6) * 50
+    ours, theirs = (function(logits_TV, target_T, factor_T) for function in (stats, reference_stats))
+    for mine, reference in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(mine, reference, rtol=1e-5, atol=1e-5)
+    expected = reference_probabilities(logits_TV, factor_T, theirs[1])
+    torch.testing.assert_close(probabilities_(logits_TV, factor_T, theirs[1]), expected, rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize(("heads", "group", "size"), [(2, 2, 32), (1, 7, 8), (1, 5, 25), (2, 4, 80)])
+def test_attention_of_a_decode_step(heads: int, group: int, size: int) -> None:
+    length_R, write_R = np.array([1, 2, 5, 40, 9]), np.array([0, 1, 40, 39, 3])
+    keys, values = (drawn(8, heads, 41, size, seed=seed, grad=False).numpy() for seed in (0, 1))
+    qkv_RAD = drawn(len(length_R), heads * (group + 2), size, grad=False)
+    found = []
+    for function in (attend, reference_attend):
+        held = keys.copy(), values.copy()
+        found.append((function(qkv_RAD, *held, write_R, length_R, 0.3), *map(torch.from_numpy, held)))
+    for mine, reference in zip(*found, strict=True):
+        torch.testing.assert_close(mine, reference, rtol=0, atol=5e-6)
+
+
+def test_exponential() -> None:
+    @fastmath
+    def all_of(x):
+        for i in range(len(x)):
+            x[i] = exponential(x[i])
+
+    given = np.linspace(-87, 88, 200_001).astype(np.float32)
+    found = given.copy()
+    all_of(found)
+    exact = np.exp(given.astype(np.float64))
+    assert np.abs(found / exact - 1).max() < 2e-7
+    odd = np.array([-np.inf, np.inf, np.nan], np.float32)
+    all_of(odd)
+    assert odd[0] < 1e-37
+    assert odd[1] > 1e38
+    assert np.isnan(odd[2])
