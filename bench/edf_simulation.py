@@ -23,8 +23,7 @@ from rich.table import Table
 
 from bench.common import Report, parser
 from rillflow.contracts import Sampler
-from rillflow.dataflow.hooks.samplers.earliest_deadline import EarliestDeadline
-from rillflow.dataflow.hooks.samplers.fifo import Fifo
+from rillflow.dataflow.hooks.samplers import EarliestDeadline, Fifo
 
 SAMPLERS: dict[str, Callable[[], Sampler]] = {"earliest_deadline": EarliestDeadline, "fifo": Fifo}
 

@@ -21,11 +21,11 @@ from rillflow.contracts import Clock, GroupReward, SystemClock
 from rillflow.dataflow import report
 from rillflow.dataflow.balance_ledger import BalanceGauges
 from rillflow.dataflow.flow import GroupCommit, Watch
-from rillflow.dataflow.gauges import LedgerGauges
 from rillflow.dataflow.group_scorer import GroupScorer
 from rillflow.dataflow.hooks.beside import Beside, HookPending
 from rillflow.dataflow.journal import Journal
 from rillflow.dataflow.ledger.ledger import Ledger
+from rillflow.dataflow.report import LedgerGauges
 from rillflow.dataflow.trajectory_keeper import TrajectoryKeeper
 from rillflow.errors import RillflowError, StorageError, to_body
 from rillflow.storage.trajectories import Bounds

@@ -22,7 +22,7 @@ from rillflow.config.resources import Tag, WorkersConfig
 from rillflow.errors import RunError
 from rillflow.resources.roofline import Roofline, measure_apart
 from rillflow.storage import read_json, write_json
-from rillflow.storage.locks import LockHeld, locked
+from rillflow.storage.files import LockHeld, locked
 
 TAGS: tuple[Tag, ...] = ("rollout", "train")
 _FORMAT = 1

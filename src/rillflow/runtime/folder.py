@@ -35,7 +35,7 @@ from rillflow.config.supervised import FitRecipe
 from rillflow.errors import RunError
 from rillflow.resources.workers import WorkersFile
 from rillflow.storage import disk_errors, read_json, write_json
-from rillflow.storage.locks import LockHeld, is_held, locked
+from rillflow.storage.files import LockHeld, is_held, locked
 from rillflow.types import TokenScope
 from rillflow.wire.tokens import Keyring, scoped_token
 

@@ -1,15 +1,21 @@
-"""Atomic files. A reader sees the old content or the new one, never a mixture, whatever is killed when."""
+"""Atomic files and locks.
+
+A reader of an atomic file sees the old content or the new one, never a mixture, whatever is killed when. A lock is a
+file: one process of this machine holds it at a time, and the operating system releases it when that process dies.
+"""
 
 from __future__ import annotations
 
 import errno
+import fcntl
 import hashlib
 import json
 import os
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from rillflow.errors import CorruptData, DiskFull, StorageError
 
@@ -81,3 +87,46 @@ def file_hash(path: Path) -> str:
         while block := file.read(_HASH_BLOCK):
             digest.update(block)
     return digest.hexdigest()
+
+
+# ---------------------------------------------------------------- locks
+
+_LOOK = 0.05
+
+
+class LockHeld(Exception):
+    """Another process has not let go of the lock in time. Callers say what that means."""
+
+
+@contextmanager
+def locked(path: Path, wait: float = 0.0) -> Iterator[None]:
+    """Hold the lock `path`; `wait` seconds are left to who holds it now, then LockHeld."""
+    with disk_errors(path):
+        file = open(path, "w")  # noqa: SIM115
+    with file:
+        deadline = time.monotonic() + wait
+        while not _lock(file):
+            if time.monotonic() >= deadline:
+                raise LockHeld(path)
+            time.sleep(_LOOK)
+        yield
+
+
+def is_held(path: Path) -> bool:
+    """Return whether a process holds the lock `path` now."""
+    try:
+        with open(path) as file:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except FileNotFoundError:
+        return False
+    return False
+
+
+def _lock(file: IO[str]) -> bool:
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True

@@ -20,8 +20,8 @@ from dataflow_world import RULES, World, policies, prompts, sample
 from ledger_moves import check_moves
 from rillflow.dataflow.audit import examine
 from rillflow.dataflow.hooks import Hooks
-from rillflow.dataflow.hooks.filters.zero_variance import ZeroVariance
-from rillflow.dataflow.hooks.samplers.replay import Replay
+from rillflow.dataflow.hooks.filters import ZeroVariance
+from rillflow.dataflow.hooks.samplers import Replay
 from rillflow.dataflow.ledger.database import Database
 from rillflow.errors import LeaseLost
 from rillflow.types import Ack, Batch, BatchSample, Row, SampleMeta, TaskLease

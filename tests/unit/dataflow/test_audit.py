@@ -7,8 +7,8 @@ import pytest
 from dataflow_world import policies, prompts
 from rillflow.dataflow.audit import audit
 from rillflow.dataflow.hooks import Hooks
-from rillflow.dataflow.hooks.filters.zero_variance import ZeroVariance
-from rillflow.dataflow.hooks.samplers.replay import Replay
+from rillflow.dataflow.hooks.filters import ZeroVariance
+from rillflow.dataflow.hooks.samplers import Replay
 from rillflow.dataflow.ledger.schema import FORMAT
 from rillflow.dataflow.ledger.states import MACHINES
 from rillflow.errors import CorruptData, RunError, StorageError

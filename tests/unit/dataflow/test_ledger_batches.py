@@ -9,8 +9,7 @@ import pytest
 
 from dataflow_world import POLICY, RULES
 from rillflow.dataflow.hooks import Hooks
-from rillflow.dataflow.hooks.samplers.earliest_deadline import EarliestDeadline
-from rillflow.dataflow.hooks.samplers.fifo import Fifo
+from rillflow.dataflow.hooks.samplers import EarliestDeadline, Fifo
 from rillflow.dataflow.report import status
 from rillflow.errors import BadRequest, LeaseLost, RunError
 

@@ -6,8 +6,8 @@ import pytest
 
 from dataflow_world import policies, prompts, sample
 from rillflow.dataflow.hooks import Hooks
-from rillflow.dataflow.hooks.filters.zero_variance import ZeroVariance
-from rillflow.dataflow.hooks.samplers.replay import Replay
+from rillflow.dataflow.hooks.filters import ZeroVariance
+from rillflow.dataflow.hooks.samplers import Replay
 from rillflow.errors import BadRequest, LeaseLost
 from rillflow.types import RenewBatch
 

@@ -13,7 +13,7 @@ import pytest
 from rillflow.config import load_recipe
 from rillflow.errors import CorruptData, RunError
 from rillflow.resources.workers import Worker, WorkersFile, find, initial_workers
-from rillflow.storage.locks import locked
+from rillflow.storage.files import locked
 
 
 def named(workers: list[Worker]) -> dict[str, str]:

@@ -10,7 +10,7 @@ import msgspec
 from trainer_helpers import random_samples, small_model
 
 from rillflow.config import Recipe
-from rillflow.dataflow.hooks.samplers.token_balanced import partition
+from rillflow.dataflow.ledger.serving import partition
 from rillflow.dataflow.units import FileUnit
 from rillflow.types import (
     Ack,

@@ -1,4 +1,4 @@
-"""From what a recipe says of a hook to the hook itself; whatever is wrong is a ConfigError that names it."""
+"""Builds the hooks that a recipe names. Whatever is wrong is a ConfigError that names it."""
 
 from __future__ import annotations
 
@@ -9,8 +9,31 @@ from typing import Any, Literal
 from pydantic import ValidationError
 
 from rillflow.config import HookConfig, resolve_object
-from rillflow.dataflow.hooks.filters.function import FunctionFilter
+from rillflow.contracts import Curator, Filter, Sampler
+from rillflow.dataflow.hooks.curators import Curriculum, Greso, Mixing, Solved
+from rillflow.dataflow.hooks.filters import FunctionFilter, LengthBand, Overlong, Staleness, ZeroVariance
+from rillflow.dataflow.hooks.samplers import EarliestDeadline, Fifo, Replay
 from rillflow.errors import ConfigError, RillflowError, did_you_mean
+
+# The names that a recipe may use for the data algorithms that come with Rillflow.
+CURATORS: dict[str, type[Curator]] = {
+    "curriculum": Curriculum,
+    "greso": Greso,
+    "mixing": Mixing,
+    "solved": Solved,
+}
+FILTERS: dict[str, type[Filter]] = {
+    "length_band": LengthBand,
+    "overlong": Overlong,
+    "staleness": Staleness,
+    "zero_advantage": ZeroVariance,
+    "zero_variance": ZeroVariance,
+}
+SAMPLERS: dict[str, type[Sampler]] = {
+    "earliest_deadline": EarliestDeadline,
+    "fifo": Fifo,
+    "replay": Replay,
+}
 
 Kind = Literal["curator", "filter", "sampler"]
 METHODS: dict[Kind, tuple[str, ...]] = {

@@ -20,11 +20,9 @@ from rillflow.config import DataflowConfig
 from rillflow.config.tracebacks import UserErrors, located
 from rillflow.contracts import Curator, Filter, Group, ReadyGroup, Replayer, Sampler
 from rillflow.dataflow.hooks.beside import Beside, HookPending, Key
-from rillflow.dataflow.hooks.build import build, short_name
-from rillflow.dataflow.hooks.filters.function import FunctionFilter
-from rillflow.dataflow.hooks.registry import CURATORS, FILTERS, SAMPLERS
-from rillflow.dataflow.hooks.samplers.earliest_deadline import EarliestDeadline
-from rillflow.dataflow.hooks.samplers.replay import Replay
+from rillflow.dataflow.hooks.build import CURATORS, FILTERS, SAMPLERS, build, short_name
+from rillflow.dataflow.hooks.filters import FunctionFilter
+from rillflow.dataflow.hooks.samplers import EarliestDeadline, Replay
 from rillflow.dataflow.hooks.saving import SavedStates
 from rillflow.errors import RunError
 from rillflow.types import Prompt

@@ -22,7 +22,7 @@ class Attempts(Part):
         self._playing = playing
 
     def find(self, name: str) -> Attempt | None:
-        """Return the attempt, whether it holds its task or not; None where there is no such attempt."""
+        """Return the attempt, whether or not it holds its task; None for an unknown attempt."""
         held = self._playing.held(name)
         if held is not None:
             return Attempt(name, held, held.node or "")
@@ -39,8 +39,7 @@ class Attempts(Part):
         return None if ended is None else Attempt(name, task, *ended)
 
     def end(self, task: Task, state: str, cause: str, digest: str | None = None) -> None:
-        """Write down how the attempt that holds a task has ended; `digest` is that of the completion that told of
-        it."""
+        """Record the end of the attempt that holds a task; `digest` identifies the completion that ended it."""
         self._db.run(
             "INSERT INTO ended_attempts VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)",
             (
@@ -50,8 +49,8 @@ class Attempts(Part):
         )
 
     def end_done(self, group: str, place: int, state: str, cause: str, at: float | None = None) -> bool:
-        """Write down that the attempt which has done a task came to nothing, at this time or when it was done; returns
-        False where the task is not done."""
+        """Record that the attempt which has done a task is void, at this time or when it was done; return False if the
+        task is not done."""
         return bool(
             self._db.run(
                 "INSERT INTO ended_attempts SELECT attempt, grp, place, node, ?, ?, digest, leased_at, "

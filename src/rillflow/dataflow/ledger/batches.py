@@ -51,11 +51,11 @@ class Batches(Part):
         self._lineage = lineage
         self._steps = steps
         self._hooks = hooks
-        # Of the batch asked for last: the parts of the ranks, and the tasks that may be kept.
+        # The latest batch: its key, the parts of the ranks, and the tasks that may be kept.
         self._divided: tuple[tuple[str, int, int], list[list[ServedSample]], set[str]] | None = None
 
     def open(self) -> None:
-        """What a stage that the recipe got meanwhile has not handled is taken back from the trainer."""
+        """Take back batches with shares that a stage, added to the recipe since, has not handled."""
         for batch, policy in self._db.all("SELECT id, policy FROM batches WHERE state = 'leased'"):
             if self._shares.unhandled(policy, batch):
                 self.release(batch, "stages_changed")
@@ -90,7 +90,7 @@ class Batches(Part):
         return self._batch(row, ask)
 
     def _held(self, ask: LeaseBatch) -> BatchRow | None:
-        """The batch that this attempt leased before, its lease renewed."""
+        """Return the batch that this attempt holds, with its lease renewed."""
         self._db.run(
             "UPDATE batches SET deadline = ? WHERE attempt = ? AND state = 'leased'", (self._deadline(), ask.attempt)
         )
@@ -114,7 +114,7 @@ class Batches(Part):
             )
 
     def _open(self, ask: LeaseBatch, last: bool) -> BatchRow | None:
-        """A new batch, with what can be served now; None when that is not enough."""
+        """Open a batch with the shares that can be served now; None when they are too few."""
         self.release_all("replaced", ask.policy)
         self._streams.refuse_stale(ask.policy, between_steps=True)
         ready = self._ready(ask.policy, ask.least)
@@ -147,14 +147,14 @@ class Batches(Part):
         return self._streams.ready(policy, in_order=least > 0 and self._rules.policies[policy].on_policy)
 
     def _pick(self, row: BatchRow, ready: list[Ready], take: int) -> list[Ready]:
-        """In order of admission, whoever finished first."""
+        """Return the picked shares in the order of their admission."""
         if take == 0 or (row.least and self._rules.policies[row.policy].on_policy):
             return ready[:take]
         picked = set(self._hooks.pick(ready, take))
         return [share for share in ready if share.id in picked]
 
     def _replayed(self, ask: LeaseBatch) -> list[Ready]:
-        """What the replayer wants served again."""
+        """Return the trained shares that the replayer wants to serve again."""
         replayer = self._hooks.replayer
         if replayer is None:
             return []
@@ -216,7 +216,7 @@ class Batches(Part):
         return self._divided[1][ask.rank], self._divided[2]
 
     def renew(self, ask: RenewBatch) -> bool:
-        """Whether this attempt holds the batch; its lease has its full time again."""
+        """Renew the lease of the batch; return whether this attempt holds it."""
         return bool(
             self._db.run(
                 "UPDATE batches SET deadline = ? WHERE id = ? AND attempt = ? AND state = 'leased'",
@@ -263,7 +263,7 @@ class Batches(Part):
 
     @property
     def any_leased(self) -> bool:
-        """Whether a trainer works on a batch."""
+        """True while a trainer holds a batch."""
         return bool(self._db.value("SELECT 1 FROM batches WHERE state = 'leased' LIMIT 1"))
 
     def release_all(self, why: str, policy: str | None = None) -> None:

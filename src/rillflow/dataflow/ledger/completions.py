@@ -21,7 +21,7 @@ from rillflow.errors import BadRequest, LeaseLost, RillflowError
 from rillflow.types import CompleteTask, SampleMeta
 
 NO_MODEL_CALL, BAD_REWARD = "no_model_call", "bad_reward"  # causes of a completion that is a failure
-LARGEST_REWARD = 3.4e38  # a trainer's numbers have 32 bits; statistics of larger ones are no numbers
+LARGEST_REWARD = 3.4e38  # a trainer's numbers have 32 bits; statistics of larger ones overflow
 _MOST_TOKENS = 1 << 31  # of one sample: sums over a group stay within 64 bits
 _LONGEST_AGENT = 100
 _ENCODER = msgspec.msgpack.Encoder()

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from rillflow.dataflow.ledger.parts import Parts
 
 TOO_MANY_FAILURES = "too many failures"
-_MOST_SKIPPED = 1000  # positions that one call of `admit` passes over, so that a strict curator blocks nobody
+_MOST_SKIPPED = 1000  # positions that one call of `admit` passes over: a strict curator blocks nothing
 _SHOWN, _SHOWN_REWARDS = 200, 3  # characters of an error; most frequent rewards
 _FLAT_AFTER = 5  # batches' worth of groups without a step before it is said that they tell nothing apart
 
@@ -73,8 +73,8 @@ class Course(Part):
             self._enter("training", "")
 
     def roll_back(self, ask: JoinTrainer) -> tuple[list[int], int]:
-        """Go back to a trainer's checkpoint: what came after it returns to the stream. Returns the versions that died
-        and how many groups have returned."""
+        """Go back to a trainer's checkpoint; return the versions that died and how many groups returned to the
+        stream."""
         parts = self._parts
         parts.batches.release_all("trainer_restarted", ask.policy)
         orphaned = parts.lineage.rewind(ask.policy, ask.checkpoint, ask.published)
@@ -161,7 +161,7 @@ class Course(Part):
 
     @property
     def exhausted(self) -> bool:
-        """Whether all epochs have been admitted."""
+        """True once all epochs have been admitted."""
         return self._db.counter("cursor") >= self._end
 
     @property
@@ -195,12 +195,12 @@ class Course(Part):
     # ------------------------------------------------------------ serving
 
     def serves(self, stream: str) -> bool:
-        """Whether the stream's trainer may get something now."""
+        """Return whether the stream's trainer may get shares now."""
         waits = self._rules.policies[stream].on_policy and self._parts.evaluations.running
         return self.phase == "training" and not waits and not self._parts.lineage.done(stream)
 
     def last(self, stream: str) -> bool:
-        """Whether nothing more will become ready for the stream's trainer."""
+        """Return whether no more shares will become ready for the stream's trainer."""
         return (
             self.exhausted
             and self._parts.groups.count("train", "playing") == 0
@@ -224,7 +224,7 @@ class Course(Part):
         )
 
     def _failing(self) -> str:
-        """What the last episodes failed with, while none succeeds."""
+        """Describe the latest failure, if the last episodes have all failed."""
         failed = self._db.counter(FAILURES_IN_A_ROW)
         if not failed:
             return ""

@@ -65,12 +65,12 @@ class Database:
         self.path = path
         self.on_abandon: Callable[[RillflowError], None] = lambda error: None
         self.rollbacks = 0  # changes that were taken back: rows that are kept in memory may be wrong since
-        self.writes = 0  # what was changed before the last one is never taken back
+        self.writes = 0  # changes before the last write are never rolled back
         self._inside = False
         self._clean = 0
         self._totals: list[Totals] = []
         self._counters = self.totals("counters", 1)
-        self._meta: dict[str, str | None] = {}  # as of so many rollbacks
+        self._meta: dict[str, str | None] = {}  # as of `_meta_of` rollbacks
         self._meta_of = -1
         self._log: int | None = None  # of the write-ahead log, to sync it by
         self._copier: sqlite3.Connection | None = None  # of checkpoints beside this connection
@@ -312,7 +312,7 @@ class Totals:
         self._statement = f"INSERT OR REPLACE INTO {table} VALUES ({', '.join('?' * (keys + 1))})"
         self._sums: dict[tuple[str, ...], int] = {}
         self._changed: set[tuple[str, ...]] = set()
-        self._read_at = -1  # so many rollbacks
+        self._read_at = -1  # the number of rollbacks at that time
 
     def sums(self) -> dict[tuple[str, ...], int]:
         """Return all sums by their keys. They are read again after a rollback."""

@@ -100,7 +100,7 @@ class Evaluations(Part):
         return not any(self._lineage.died(policy, version, version) for policy, version in versions.items())
 
     def waiting_for(self) -> str:
-        """What a running round still needs, or nothing when none is running."""
+        """Describe what the first running round still needs; empty if no round is running."""
         running = self._running()
         if not running:
             return ""
@@ -234,6 +234,6 @@ class Evaluations(Part):
 
 
 def _average(means: list[float | None]) -> float | None:
-    """Of all, or of none: averages over different sources are not to be compared."""
+    """Return the mean of the sources' means; None if one of them is missing, since then it cannot be compared."""
     known = [mean for mean in means if mean is not None]
     return fmean(known) if len(known) == len(means) else None

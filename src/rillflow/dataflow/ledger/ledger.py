@@ -105,7 +105,7 @@ class Ledger(Parts):
             self.db.set_meta("replay_staleness", max(replayer.staleness, self.db.meta("replay_staleness", 0)))
 
     def grace(self) -> None:
-        """Nobody was heard, or the clock was set: live leases, nodes and units get their full time again."""
+        """Give live leases, nodes and units their full time again, after a pause or a change of the clock."""
         with self.db.change():
             for part in (self.nodes, self.storage, self.groups, self.tasks, self.batches, self.stages):
                 part.grace()
@@ -132,7 +132,7 @@ class Ledger(Parts):
 
     @property
     def dirty(self) -> bool:
-        """Whether something was changed that is not in the log yet."""
+        """True if a change is not in the log yet."""
         return self.db.dirty
 
     def commit(self) -> None:
@@ -236,7 +236,7 @@ class Ledger(Parts):
             return Ack(accepted=True)
 
     def leave(self, news: LeaveRun) -> Ack:
-        """A node goes: what it holds returns at once, and no attempt is used up. Told twice, it has gone once."""
+        """Let a node leave: its leases return at once, and no attempt is used up. A repeated call changes nothing."""
         with self.db.change():
             if not self.nodes.retired(news.node, news.incarnation):
                 self._hear(news.node, news.incarnation, {})
@@ -254,7 +254,7 @@ class Ledger(Parts):
             self.advance()
 
     def why_no_tasks(self, node: str, versions: dict[str, int]) -> str:
-        """What a node on these versions that gets no task waits for."""
+        """Describe what a node on these versions waits for when it gets no task."""
         return self.leasing.why_none(node, versions, training=self.phase == "training")
 
     def complete(self, news: CompleteTask) -> Ack:
@@ -264,7 +264,7 @@ class Ledger(Parts):
         return taken
 
     def complete_many(self, news: Sequence[CompleteTask]) -> list[Ack | RillflowError]:
-        """Each is taken or refused on its own: what is refused has changed nothing."""
+        """Take or refuse each completion on its own. A refused one changes nothing."""
         try:
             with self.db.change():
                 moves = self.moves
@@ -372,7 +372,7 @@ class Ledger(Parts):
             return self.stages.commit(news)
 
     def waiting_for(self, policy: str, groups: int) -> str:
-        """What the policy's trainer that wants `groups` groups waits for."""
+        """Describe what the policy's trainer waits for when it asks for `groups` groups."""
         return self.course.waiting_for(policy, groups)
 
     def commit_batch(self, news: CommitBatch) -> Ack:
@@ -388,7 +388,7 @@ class Ledger(Parts):
             return Ack(accepted=True)
 
     def join_trainer(self, ask: JoinTrainer) -> TrainerJoined:
-        """A trainer begins a new incarnation from a checkpoint: what came after it goes back to the stream."""
+        """Begin a new incarnation of a trainer from a checkpoint. Batches committed after it return to the stream."""
         with self.db.change():
             self.lineage.check_policy(ask.policy)
             if before := self.lineage.joined(ask):

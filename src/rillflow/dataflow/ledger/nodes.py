@@ -22,7 +22,7 @@ from rillflow.types import Heartbeat, NodeInfo, UserError
 
 _PACE = 0.8  # of the mean seconds that is kept at every success
 _LONGEST = 1e9  # seconds; whatever a node says, the mean stays a number
-_SHORTEST = 1e-3  # seconds; nobody is infinitely quick
+_SHORTEST = 1e-3  # seconds; bounds the speed of a node
 _RATE_SECONDS = 30.0  # over which samples a second are counted, roughly
 _GONE_SHOWN = 3600.0  # seconds that a node which is gone is listed
 _MOST_GONE = 64  # nodes which are gone that are kept apart from the sum
@@ -89,7 +89,7 @@ class Nodes(Part):
     # ------------------------------------------------------------ leaving
 
     def retire(self, node: str, drain: float) -> None:
-        """Tell the node to be gone in so many seconds. Of several such calls the earliest end counts."""
+        """Tell the node to leave within `drain` seconds. Of several calls the earliest end counts."""
         row = self.find(node)
         if row is None or row.state != "healthy":
             known = "is not there any more" if row is not None else "was never heard of"
@@ -112,7 +112,7 @@ class Nodes(Part):
         return max(0.0, min(node.leave_at - self._clock.now(), node.drain))
 
     def leave(self, node: str, incarnation: str) -> None:
-        """Mark this process of the node as gone for good."""
+        """Mark this process of the node as left."""
         self._db.run("INSERT OR IGNORE INTO retired VALUES (?, ?)", (node, incarnation))
         self._db.run("UPDATE nodes SET state = 'left', leaving = 1 WHERE name = ?", (node,))
 
@@ -249,7 +249,7 @@ class Nodes(Part):
         return (row[0], row[1]) if row else (0, 0)
 
     def infos(self) -> list[NodeInfo]:
-        """Return every node that is there, and those that went a short while ago."""
+        """Return the live nodes and those that went a short while ago."""
         now = self._clock.now()
         query = f"SELECT {Node.columns()} FROM nodes WHERE (state = 'healthy' OR seen > ?) AND name != ? ORDER BY name"
         nodes = self._db.rows(Node, query, (now - _GONE_SHOWN, SUM))
@@ -276,7 +276,7 @@ def node_info(node: Node, now: float, throughput: float) -> NodeInfo:
 
 
 def _rate(node: Node, now: float) -> float:
-    """Return a node's samples a second: what was known fades, what came since counts. The first time tells nothing."""
+    """Return a node's samples per second, a decayed mean. The first heartbeat gives none."""
     if node.rate_at is None or now <= node.rate_at:
         return float(node.rate)
     seconds = max(now - node.rate_at, 1.0)

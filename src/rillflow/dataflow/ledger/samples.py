@@ -37,16 +37,16 @@ class Samples(Part):
         self._db.run("UPDATE samples SET reward = ? WHERE grp = ? AND place = ?", (reward, group, place))
 
     def release(self, group: str, producer: str | None = None) -> None:
-        """Let go of the rows of this group, or of this producer in it: nobody will ask for them again."""
+        """Release the rows of this group, or of this producer in it: they will not be read again."""
         where, values = ("grp = ?", (group,)) if producer is None else ("grp = ? AND policy = ?", (group, producer))
         self._storage.let_go(self._release(where, [values]))
 
     def release_parts(self, parts: Iterable[tuple[str, str]]) -> None:
-        """Let go of the rows of many groups and producers at once."""
+        """Release the rows of many groups and producers at once."""
         self._storage.let_go(self._release("grp = ? AND policy = ?", parts))
 
     def _release(self, where: str, parts: Iterable[tuple[str, ...]]) -> list[tuple[str, int, int]]:
-        """Mark samples as needed no more; returns the units and segments of their rows, and how many each has."""
+        """Mark samples as released; return the units and segments of their rows with the number in each."""
         statement = f"UPDATE samples SET live = 0 WHERE {where} AND live = 1 RETURNING unit, segment"
         rows = Counter((unit, segment) for part in parts for unit, segment in self._db.all(statement, part))
         return [(*place, number) for place, number in rows.items()]

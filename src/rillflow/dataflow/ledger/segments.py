@@ -56,7 +56,7 @@ class Storage(Part):
         )
 
     def grace(self) -> None:
-        """Give healthy units, and segments that nobody needs, their full time again."""
+        """Give healthy units and idle segments their full time again."""
         now = self._clock.now()
         self._db.run("UPDATE units SET seen = ? WHERE state = 'healthy'", (now,))
         self._db.run("UPDATE segments SET touched = ? WHERE state = 'live' AND live = 0", (now,))
@@ -111,7 +111,7 @@ class Storage(Part):
         )
 
     def note(self, rows: Iterable[Row]) -> None:
-        """Note the segments of rows that nobody will ask for, so that they are dropped some day."""
+        """Note the segments of rows that will not be read, so that they are dropped in time."""
         now = self._clock.now()
         self._db.many(_KNOW, [(*place, 0, now) for place in {(row.unit, row.segment) for row in rows}])
 
@@ -125,7 +125,7 @@ class Storage(Part):
     # ------------------------------------------------------------ dropping
 
     def found(self, unit: str, segments: Sequence[int]) -> None:
-        """Watch those of the unit's closed segments that nobody has reported."""
+        """Watch the unit's closed segments of which no row was reported."""
         numbers = json.dumps([segment for segment in segments if 0 <= segment <= NEWEST])
         self._db.run(
             "INSERT OR IGNORE INTO segments (unit, segment, live, touched, unreported) "
@@ -134,7 +134,7 @@ class Storage(Part):
         )
 
     def idle(self, unit: str) -> list[int]:
-        """Return the segments that nobody has needed for a while. Somebody may still write into them."""
+        """Return the segments that have been idle for a while. A writer may still hold them open."""
         rows = self._db.all(
             "SELECT segment, touched, unreported FROM segments WHERE unit = ? AND state = 'live' AND live = 0 "
             "AND touched < ? ORDER BY segment LIMIT ?",
@@ -150,7 +150,7 @@ class Storage(Part):
         ]
 
     def closed(self, unit: str, segments: Sequence[int]) -> None:
-        """Drop those of the segments, into which nobody writes any more, that are still idle."""
+        """Drop the segments that are closed and still idle."""
         idle = set(self.idle(unit))
         self._db.many(
             "UPDATE segments SET state = 'dropping' WHERE unit = ? AND segment = ?",

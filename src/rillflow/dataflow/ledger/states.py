@@ -45,7 +45,7 @@ class Machine:
 
     @cached_property
     def open(self) -> tuple[str, ...]:
-        """The states that are no end."""
+        """The states from which a row still moves on."""
         return tuple(state for state in self.states if state not in self.ends)
 
 

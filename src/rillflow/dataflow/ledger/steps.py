@@ -35,7 +35,7 @@ class Steps(Part):
         _, numbers, lengths, ages, oldest, repeats = zip(*by_node, strict=True)
         samples, tokens, most, replayed = sum(numbers), sum(lengths), max(oldest), sum(repeats)
         mean = sum(ages) / samples
-        # Of what was played: a batch that the filters have picked says little about the policy.
+        # The reward is that of all complete groups: filters make the batch alone unrepresentative.
         reward, flat = self._groups.take_recent(news.policy, news.batch)
         step = StepRow(samples, tokens, reward, mean, news.step_seconds, news.wait_seconds)
         self._lineage.add_step(news, parent, step)

@@ -90,7 +90,7 @@ class Streams(Part):
         return NEWEST if last is None else int(last)
 
     def fullness(self) -> str:
-        """What a node that finds no pending task waits for."""
+        """Describe what a node waits for when no task is pending."""
         parts = [
             f"{self.outstanding(name)} of at most {self._rules.policies[name].window} groups are outstanding"
             + (f" for {name}" if len(self._rules.policies) > 1 else "")
@@ -99,14 +99,14 @@ class Streams(Part):
         return f"tasks: none is pending, {' and '.join(parts) or 'all steps are done'}{self.skipping()}"
 
     def skipping(self) -> str:
-        """Where curators admit nothing any more, nobody ever gets anything: say so."""
+        """Describe how many prompts the curators have skipped, if it is many: the run may starve."""
         skipped = self._db.counter(SKIPPED_IN_A_ROW)
         return f"; the last {skipped} prompts were skipped by the curators" if skipped >= _MANY_SKIPPED else ""
 
     # ------------------------------------------------------------ serving
 
     def ready(self, stream: str, *, in_order: bool) -> list[Ready]:
-        """What may be served, in order of admission; `in_order` without leaving a group out that may come yet."""
+        """Return the shares that may be served, in order of admission; `in_order`: none behind a group that plays."""
         rules = self._rules.policies[stream]
         end = self._window_end(stream, {}) if rules.on_policy else NEWEST
         if in_order:
@@ -150,7 +150,7 @@ class Streams(Part):
         return {stage: groups for stage, groups in found.items() if groups}
 
     def pool(self, stream: str, most: int, staleness: int) -> list[Ready]:
-        """The latest trained shares whose rows are there and whose tokens are live and young enough."""
+        """Return the latest trained shares with intact rows and tokens of live, recent versions."""
         heads = self._lineage.heads
         shares = self._db.rows(
             Share,
@@ -213,7 +213,7 @@ class Streams(Part):
             self._groups.expire_ready(share.grp, share.producer, "rolled_back")
 
     def _refuse_playing(self) -> None:
-        """Tasks of playing groups are played again for an on-policy stream; groups that nobody can take expire."""
+        """Play tasks of playing groups again for an on-policy stream; expire groups that no stream can take."""
         heads, unfinished = self._lineage.heads, self._lineage.unfinished()
         wanted = {name: self._rules.policies[name] for name in unfinished}
         for producer, head in heads.items():
@@ -231,7 +231,7 @@ class Streams(Part):
     # ------------------------------------------------------------ too much
 
     def trim(self) -> None:
-        """What is too much for a slow stream expires, and all that a policy which has done its steps has left."""
+        """Expire the surplus of slow streams, and all shares of policies that have done their steps."""
         if len(self._rules.policies) == 1:
             return  # admission alone bounds it, and what a rollback returned is kept
         unfinished = self._lineage.unfinished()
@@ -252,7 +252,7 @@ class Streams(Part):
 
 
 def _doomed(group: PlayingGroup, heads: Mapping[str, int], wanted: Sequence[PolicyRules]) -> bool:
-    """Whether every share that the group could give is too old already."""
+    """Return whether every share of the group would be too old already."""
     return all(
         producer in group.versions and heads[producer] - group.versions[producer][0] > rules.staleness
         for rules in wanted

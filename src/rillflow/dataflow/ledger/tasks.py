@@ -33,7 +33,7 @@ from rillflow.types import Ack, CompleteTask, FailTask, Lane, SampleMeta
 
 PAYLOAD_GONE = "payload_gone"
 ENDED = "ended."  # begins the counters of episodes that have a reward though they ended without an answer
-NOTES = "notes"  # what people are told of how agents play: the first text of each subject
+NOTES = "notes"  # notes of agents for people: the first text of each subject
 FAILURES_IN_A_ROW = "failures_in_a_row"
 _MOST_NOTES, _LONGEST_NOTE = 16, 2000
 _LANES: tuple[Lane, Lane] = ("train", "eval")
@@ -70,7 +70,7 @@ class Tasks(Part):
         self._attempts = attempts
         self._errors = errors
         self._judged_by: tuple[dict[str, Policy], Judge] | None = None
-        self._no_deadline = (-1, -math.inf)  # as of so many rollbacks, no lease ends before this time
+        self._no_deadline = (-1, -math.inf)  # a number of rollbacks, and a time before which no lease ends
 
     def create(self, groups: Iterable[PlayingGroup], *, size: int, step: int) -> None:
         """Add the tasks of new groups. A seed depends on the step of an evaluation, not on its number: an evaluation
@@ -230,7 +230,7 @@ class Tasks(Part):
         return Ack(accepted=False, reason=f"the attempt was {held.state}{': ' if held.cause else ''}{held.cause}")
 
     def _write(self, done: dict[int, Verdict], taken: Taken) -> None:
-        """Write completions. Where a row is gone, each is written alone: only those whose rows are there are taken."""
+        """Write completions. If a row is gone, write each alone, so that the others are taken."""
         if not done:
             return
         ends = [(verdict.held.task, verdict) for verdict in done.values() if verdict.held is not None]
@@ -242,7 +242,7 @@ class Tasks(Part):
             for n, verdict in done.items():
                 self._write({n: verdict}, taken)
         else:
-            # A node that writes to nowhere must not go on for ever.
+            # Bounded, for a node whose rows never arrive.
             taken.groups += self._lose([task for task, _ in ends], PAYLOAD_GONE)
             taken.answers[next(iter(done))] = Ack(accepted=False, reason=f"{PAYLOAD_GONE}: the task is played again")
 
@@ -290,7 +290,7 @@ class Tasks(Part):
         return _ACCEPTED, self._end_badly(held.task, news.cause[:200] or "unknown", news.error[:4000])
 
     def _end_badly(self, task: Task, cause: str, error: str, samples: int = 0, digest: str | None = None) -> list[str]:
-        """Use an attempt up; `digest` is that of the completion that told of it."""
+        """Use an attempt up; `digest` identifies the completion that failed."""
         self._nodes.failed(task.node or "", task.lane, samples)
         self._count_failures(cause, error)
         task.failures += 1
@@ -308,7 +308,7 @@ class Tasks(Part):
         self._db.set_meta("last_failure", f"{cause}: {error}")
 
     def fail_done(self, group: str, episodes: Sequence[tuple[int, str]], cause: str, error: str) -> None:
-        """Fail done tasks for good, given their places and attempts: their group has no reward."""
+        """Fail done tasks whose group has no reward, given their places and attempts."""
         for place, _ in episodes:
             self._samples.forget(group, place)
             self._attempts.end_done(group, place, "failed", cause, self._clock.now())
@@ -387,7 +387,7 @@ class Tasks(Part):
         return ended
 
     def return_node(self, node: str, cause: str) -> None:
-        """Return what a node holds that leaves. It counts against nobody."""
+        """Return the leases of a node that leaves. No attempt is used up."""
         for task in self._leased(node):
             self._give_back(task, cause)
             self._db.count(f"returned.{cause}")

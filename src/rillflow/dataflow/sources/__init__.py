@@ -12,16 +12,11 @@ from rillflow.config import SourceConfig
 from rillflow.contracts import PromptSource
 from rillflow.dataflow.rules import derive_seed
 from rillflow.dataflow.sources.benchmarks import open_benchmark
-from rillflow.dataflow.sources.generator import open_generator
 from rillflow.dataflow.sources.huggingface import open_dataset
-from rillflow.dataflow.sources.joined import Joined
-from rillflow.dataflow.sources.jsonl import open_jsonl
-from rillflow.dataflow.sources.mixed import Mixed, Part
-from rillflow.dataflow.sources.naming import source_names
-from rillflow.dataflow.sources.order import InOrder, Shuffled
-from rillflow.dataflow.sources.parquet import SUFFIXES, open_parquet
+from rillflow.dataflow.sources.readers import SUFFIXES, open_generator, open_jsonl, open_parquet
 from rillflow.dataflow.sources.reasoning_gym import open_reasoning_gym
 from rillflow.dataflow.sources.rows import Rows
+from rillflow.dataflow.sources.sequences import InOrder, Joined, Mixed, Part, Shuffled, source_names
 from rillflow.errors import DataError
 
 __all__ = ["InOrder", "Joined", "Mixed", "Shuffled", "open_heldout", "open_source", "open_sources"]

@@ -17,8 +17,7 @@ import msgspec
 
 from rillflow.config import SourceConfig
 from rillflow.dataflow.sources.reasoning_gym import open_reasoning_gym
-from rillflow.dataflow.sources.rows import Rows
-from rillflow.dataflow.sources.stored import spooled
+from rillflow.dataflow.sources.rows import Rows, spooled
 from rillflow.errors import ConfigError, DataError, did_you_mean
 
 VARIABLE = "RILLFLOW_DATA"

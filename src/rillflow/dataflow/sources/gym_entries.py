@@ -12,8 +12,7 @@ from typing import Any
 
 import msgspec
 
-from rillflow.dataflow.sources.plain import plain
-from rillflow.dataflow.sources.rows import optional_package
+from rillflow.dataflow.sources.rows import optional_package, plain
 from rillflow.errors import did_you_mean
 
 

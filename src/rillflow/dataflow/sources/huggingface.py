@@ -14,9 +14,7 @@ from typing import Any
 import msgspec
 
 from rillflow.config import SourceConfig
-from rillflow.dataflow.sources.plain import plain
-from rillflow.dataflow.sources.rows import CACHED, Rows, optional_package, prompt_id, refuse_duplicates
-from rillflow.dataflow.sources.stored import encode
+from rillflow.dataflow.sources.rows import CACHED, Rows, encode, optional_package, plain, prompt_id, refuse_duplicates
 from rillflow.errors import ConfigError, DataError
 from rillflow.types import Prompt
 

@@ -17,7 +17,7 @@ from typing import IO
 import msgspec
 
 from rillflow.config import SourceConfig
-from rillflow.dataflow.sources.jsonl import index_lines
+from rillflow.dataflow.sources.readers import index_lines
 from rillflow.dataflow.sources.rows import Rows, missing_package
 from rillflow.errors import ConfigError, DataError
 

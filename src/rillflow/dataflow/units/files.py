@@ -9,15 +9,15 @@ from __future__ import annotations
 
 import os
 import secrets
+import threading
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rillflow.clients.columns import check_rows, dtypes_of
 from rillflow.clients.directory import GET_LIMIT, UNIT_ID_FILE
 from rillflow.clients.units import LocalWriter
-from rillflow.dataflow.units.asked import check_asked
-from rillflow.dataflow.units.growth import Growth
 from rillflow.errors import BadRequest, CorruptData
 from rillflow.storage import SegmentReader, disk_errors, write_atomic
 from rillflow.storage.records import Place
@@ -95,3 +95,62 @@ class FileUnit:
 
     def close(self) -> None:
         self._writer.close()
+
+
+def check_asked(rows: Sequence[Row], unit: str) -> None:
+    """Rows of this unit, at places that can exist, and not too many bytes at once."""
+    for row in rows:
+        if row.unit != unit:
+            raise BadRequest(f"this unit is {unit}, not {row.unit}", "ask the unit that the row names")
+        if min(row.segment, row.offset, row.length) < 0:
+            raise BadRequest(f"there is no row {row}", "use a row that a put has returned")
+    if sum(row.length for row in rows) > GET_LIMIT:
+        raise BadRequest(f"the rows are larger than {GET_LIMIT} bytes together", "ask for fewer rows at once")
+
+
+class Growth:
+    """Counts the bytes that any process has written into a folder of segments.
+
+    The files are preallocated: what counts is where their data ends, not their size.
+
+    Any thread may count.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._ends: dict[str, tuple[int, int]] = {}  # by file name: when it was changed last, where its data ended
+        self._total = 0
+        self._lock = threading.Lock()
+        self.count()
+        self._total = 0  # existing bytes do not count as growth
+
+    def count(self) -> int:
+        """Bytes written since the start."""
+        seen: dict[str, tuple[int, int]] = {}
+        with self._lock, os.scandir(self._folder) as entries:
+            for entry in entries:
+                if entry.name.endswith(".seg"):
+                    with suppress(FileNotFoundError):  # dropped in this moment
+                        seen[entry.name] = self._look(entry)
+            self._ends = seen
+            return self._total
+
+    def _look(self, entry: os.DirEntry[str]) -> tuple[int, int]:
+        changed, end = self._ends.get(entry.name, (-1, 0))
+        now = entry.stat().st_mtime_ns
+        if now == changed:
+            return changed, end
+        found = max(end, _data_end(entry.path, end))
+        self._total += found - end
+        return now, found
+
+
+def _data_end(path: str, start: int) -> int:
+    """Return the offset of the first hole from `start` on; the end of the file on a file system without holes."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        return os.lseek(descriptor, start, os.SEEK_HOLE)
+    except OSError:  # `start` lies behind the end: nothing was added
+        return start
+    finally:
+        os.close(descriptor)

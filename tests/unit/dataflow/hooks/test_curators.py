@@ -7,10 +7,7 @@ from hook_groups import Played, played, prompt
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rillflow.dataflow.hooks.curators.curriculum import Curriculum
-from rillflow.dataflow.hooks.curators.greso import Greso
-from rillflow.dataflow.hooks.curators.mixing import Mixing
-from rillflow.dataflow.hooks.curators.solved import Solved
+from rillflow.dataflow.hooks.curators import Curriculum, Greso, Mixing, Solved
 
 # ---------------------------------------------------------------- GRESO
 

@@ -3,10 +3,7 @@ from __future__ import annotations
 import pytest
 from hook_groups import Played, prompt
 
-from rillflow.dataflow.hooks.filters.length_band import LengthBand
-from rillflow.dataflow.hooks.filters.overlong import Overlong
-from rillflow.dataflow.hooks.filters.staleness import Staleness
-from rillflow.dataflow.hooks.filters.zero_variance import ZeroVariance
+from rillflow.dataflow.hooks.filters import LengthBand, Overlong, Staleness, ZeroVariance
 
 
 def group(**fields):

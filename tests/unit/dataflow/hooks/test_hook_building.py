@@ -51,7 +51,7 @@ def hooks_of(**dataflow):
         ({"filters": [{"shutil:which": {"pth": 1}}]}, "which has no option 'pth'", "did you mean 'path'?"),
         ({"filters": ["shutil:copyfile"]}, "filter shutil:copyfile needs the option 'dst'", "write {shutil:copyfile:"),
         ({"filters": ["json:JSONEncoder"]}, "cannot be a filter: it has no keep", "docs/data_algorithms.md"),
-        ({"curators": ["rillflow.dataflow.hooks.samplers.fifo:Fifo"]}, "it has no admit, observe", "a curator has"),
+        ({"curators": ["rillflow.dataflow.hooks.samplers:Fifo"]}, "it has no admit, observe", "a curator has"),
         ({"sampler": "no.such.module:Class"}, "cannot import no.such.module", "install it"),
     ],
 )
@@ -198,5 +198,5 @@ def test_hooks_survive_the_resolved_recipe(tmp_path, hooks):
 
 
 def test_module_class_with_options():
-    hooks = hooks_of(filters=[{"rillflow.dataflow.hooks.filters.staleness:Staleness": {"most": 1}}])
+    hooks = hooks_of(filters=[{"rillflow.dataflow.hooks.filters:Staleness": {"most": 1}}])
     assert hooks.verdict(Played(prompt("a"), [1.0], staleness=2)) == ("filtered", "stale")

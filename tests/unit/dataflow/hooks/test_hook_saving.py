@@ -10,9 +10,8 @@ from hypothesis import strategies as st
 
 from rillflow.config import DataflowConfig
 from rillflow.dataflow.hooks import Hooks
-from rillflow.dataflow.hooks.curators.greso import Greso
-from rillflow.dataflow.hooks.curators.solved import Solved
-from rillflow.dataflow.hooks.keyed import KeyedState
+from rillflow.dataflow.hooks.base import KeyedState
+from rillflow.dataflow.hooks.curators import Greso, Solved
 from rillflow.errors import RunError
 
 

@@ -10,10 +10,8 @@ from hypothesis import strategies as st
 from rillflow.config import DataflowConfig
 from rillflow.contracts import Replayer
 from rillflow.dataflow.hooks import Hooks
-from rillflow.dataflow.hooks.samplers.earliest_deadline import EarliestDeadline
-from rillflow.dataflow.hooks.samplers.fifo import Fifo
-from rillflow.dataflow.hooks.samplers.replay import Replay
-from rillflow.dataflow.hooks.samplers.token_balanced import partition
+from rillflow.dataflow.hooks.samplers import EarliestDeadline, Fifo, Replay
+from rillflow.dataflow.ledger.serving import partition
 from rillflow.errors import RunError
 
 READY = [

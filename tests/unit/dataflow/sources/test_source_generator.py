@@ -6,7 +6,7 @@ import pytest
 from source_support import ids, opened
 
 from rillflow.config import SourceConfig
-from rillflow.dataflow.sources import generator as module
+from rillflow.dataflow.sources import readers as module
 from rillflow.errors import ConfigError, DataError
 from rillflow.types import Prompt
 

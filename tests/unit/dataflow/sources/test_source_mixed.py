@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from source_support import ids, prompts
 
 from rillflow.dataflow.sources import InOrder, Mixed, Shuffled
-from rillflow.dataflow.sources.mixed import Part
+from rillflow.dataflow.sources.sequences import Part
 
 NAMES = "abcdef"
 

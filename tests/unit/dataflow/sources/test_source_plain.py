@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rillflow.dataflow.sources.plain import plain
+from rillflow.dataflow.sources.rows import plain
 from rillflow.errors import DataError
 
 

@@ -1,18 +1,24 @@
-"""State of many small values, of which few change between two saves: only those are written.
-
-A key whose value is None is back to its default; it is saved as `null`, and such a row may be deleted.
-"""
+"""What hooks are made of: options that are checked by their types, and state of many small values."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Annotated, Any
+
+from pydantic import ConfigDict, Field, validate_call
+
+Share = Annotated[float, Field(ge=0, le=1)]
+Weight = Annotated[float, Field(gt=0)]
+
+# For a hook's constructor: its keyword arguments are the hook's options. A number may be written as text, because YAML
+# takes `1e-4` for text; numbers that are not finite are refused.
+options = validate_call(config=ConfigDict(allow_inf_nan=False))
 
 
 class KeyedState:
-    """Base of hooks that learn something of every prompt.
+    """Base of hooks that learn something of every prompt. Only values that changed since the last save are written.
 
-    Values are JSON, never changed in place (`put` a new one instead), and held only where they differ from what the
-    hook assumes of a prompt that it knows nothing of.
+    Values are JSON and never changed in place: `put` a new one instead. None stands for the default, which the hook
+    assumes of a prompt that it knows nothing of; it is saved as `null`, and such a row may be deleted.
     """
 
     def __init__(self) -> None:

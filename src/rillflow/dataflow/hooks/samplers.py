@@ -1,4 +1,4 @@
-"""A share of every batch are groups that were trained on before, none of them too old."""
+"""Samplers pick which ready groups make the next batch."""
 
 from __future__ import annotations
 
@@ -13,15 +13,33 @@ import xxhash
 from rillflow.config import HookConfig
 from rillflow.config.base import NonNegative, Positive
 from rillflow.contracts import ReadyGroup, Replayer, Sampler
-from rillflow.dataflow.hooks.build import build
-from rillflow.dataflow.hooks.options import Share, options
+from rillflow.dataflow.hooks.base import Share, options
 from rillflow.dataflow.rules import derive_seed
 
 _seed_of_version = lru_cache(maxsize=64)(derive_seed)  # a pool has thousands of groups and one version
 
 
+class Fifo:
+    """First admitted, first served."""
+
+    def pick(self, ready: Sequence[ReadyGroup], want: int) -> list[str]:
+        return [group.id for group in sorted(ready, key=lambda group: group.order)[:want]]
+
+
+class EarliestDeadline:
+    """The groups that would pass the staleness bound first: the most stale first, then in order of admission.
+
+    It goes by staleness, not by version: groups of several policies may be in one stream, each with its own count.
+    """
+
+    def pick(self, ready: Sequence[ReadyGroup], want: int) -> list[str]:
+        by_deadline = sorted(ready, key=lambda group: (-group.staleness, group.order))
+        return [group.id for group in by_deadline[:want]]
+
+
 class Replay:
-    """Serves int(groups * ratio) groups again, or as many as the pool has; the `fresh` sampler picks the others.
+    """Serves int(groups * ratio) groups of each batch that were trained on before, none of them too old; the `fresh`
+    sampler picks the others.
 
     `choose` is how: the latest, at random, or at random in proportion to the spread of their rewards times
     `discount` for every version of staleness. A draw depends on the seed, the group and the policy's version now, so
@@ -90,7 +108,7 @@ _RANKS: dict[str, Callable[[Replay, ReadyGroup], float]] = {
 
 
 def _fresh(what: str | dict[str, Any]) -> Sampler:
-    from rillflow.dataflow.hooks.registry import SAMPLERS  # which names this module
+    from rillflow.dataflow.hooks.build import SAMPLERS, build  # which names this module
 
     sampler: Sampler = build("sampler", HookConfig.model_validate(what), SAMPLERS)
     if isinstance(sampler, Replayer):

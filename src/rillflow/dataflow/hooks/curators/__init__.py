@@ -1,1 +1,0 @@
-"""Curators decide which prompts are played. One small class per file."""

@@ -1,1 +1,0 @@
-"""Samplers pick which ready groups make the next batch. One small class per file."""
