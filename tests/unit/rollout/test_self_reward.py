@@ -90,7 +90,7 @@ async def test_an_agent_that_rewards_itself_in_many_ways_gets_the_recipes_reward
         (columns,) = world.unit.get([done.samples[0].row], ["rewards", "transcript"])
     tries = json.loads(seen[0]["answer"])
     assert {name for name, (status, _) in tries.items() if status == 403} == set(REFUSED)
-    assert "the recipe's `reward` function decides" in json.dumps(tries["session"])
+    assert "the recipe's `reward` function gives the rewards" in json.dumps(tries["session"])
     assert (tries["another session"][0], tries["no key"][0]) == (401, 401)
     assert (done.reward, [sample.reward for sample in done.samples]) == (0.25, [0.25])
     assert "rewards" not in columns

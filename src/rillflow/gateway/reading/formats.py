@@ -7,12 +7,11 @@ template with no place for tools has no format, and requests with tools are refu
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
 from rillflow.config import resolve_object
-from rillflow.errors import ConfigError
+from rillflow.errors import ConfigError, did_you_mean
 from rillflow.gateway.reading import json_formats, tagged
 from rillflow.gateway.reading.bare_json import Llama3, PlainJson
 from rillflow.gateway.reading.pythonic import Pythonic
@@ -109,11 +108,8 @@ def _made(name: str, known: Mapping[str, type[Format]], base: Any, key: str) -> 
     if name in known:
         return known[name]()
     if ":" not in name:
-        close = difflib.get_close_matches(name, known, 1)
-        near = f"did you mean {close[0]!r}? " if close else ""
-        raise ConfigError(
-            f"{key}: no format {name!r}", f"{near}one of {', '.join(known)}, or a class of your own as module:Class"
-        )
+        own = "or a class of your own as module:Class"
+        raise ConfigError(f"{key}: no format {name!r}", f"{did_you_mean(name, known)}one of {', '.join(known)}, {own}")
     kind = resolve_object(name)
     if not isinstance(kind, type) or not issubclass(kind, base):
         parent = f"{base.__module__}.{base.__name__}"

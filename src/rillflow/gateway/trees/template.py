@@ -8,7 +8,6 @@ rewritten at midnight.
 
 from __future__ import annotations
 
-import difflib
 import json
 from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
@@ -24,7 +23,7 @@ from jinja2.ext import Extension
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from rillflow.errors import BadRequest, ConfigError
+from rillflow.errors import BadRequest, ConfigError, did_you_mean
 from rillflow.gateway.trees.messages import REASONING, Body
 from rillflow.gateway.trees.probes import ARGUMENT, PROBE_TOOL, RESULT, STAND_IN, answer, calling, result
 
@@ -301,9 +300,8 @@ def option_names(source: str) -> set[str]:
 
 def unknown_option(name: str, known: set[str]) -> tuple[str, str]:
     """Return the message and the hint of the error about an unknown option."""
-    close = difflib.get_close_matches(name, sorted(known), 1)
-    near = f"did you mean {close[0]!r}? " if close else ""
-    return f"the chat template has no option {name!r}", f"{near}it has: {', '.join(sorted(known)) or 'none'}"
+    listed = ", ".join(sorted(known)) or "none"
+    return f"the chat template has no option {name!r}", f"{did_you_mean(name, sorted(known))}it has: {listed}"
 
 
 def _shortened(id: str) -> str:
