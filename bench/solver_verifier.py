@@ -1,219 +1,194 @@
-"""A solver and a verifier that learn at once, against the solver alone and against taking turns.
+"""A solver and a verifier that learn at once, against the solver alone on as many samples.
 
-    python -m bench.solver_verifier [--quick] [--seeds N …] [--steps N] [--turn N] [--keep FOLDER] [--json FILE]
+    python -m bench.solver_verifier [--seeds N …] [--steps N] [--jobs 1] [--keep FOLDER] [--quick] [--json FILE]
 
-Real runs of `recipes/solver_verifier.yaml` from one supervised warm start (`recipes/digits_warm.yaml`), for each seed:
+Real runs of `recipes/solver_verifier.yaml` on the digits, from one supervised warm start, for each seed:
 
-pair    both policies train at once
-alone   the solver alone (`recipes/digits.yaml`) until it has trained on as many samples as the pair's solver
-turns   the pair, but only one policy trains at a time, `--turn` steps each, the other waits (`rillflow resume`)
+pair            both policies train at once; a rejected solver tries again
+always approve  the first answers of the pair's solver: what it would be without its verifier
+solver alone    `recipes/digits.yaml` until its solver has trained on as many samples as the pair's
+best of 3       the same number of samples, three answers to each question, of which the most frequent is taken
 
-Rewards are those of held-out prompts, four episodes of each; the trajectory's reward is the solver's last answer's, end
-to end. Seconds are from the first episode's beginning to the last step's end; for turns those of all turns added, the
-starts of processes left out. With `--keep`, runs that are there already are not made again.
+Rewards are those of held-out prompts, four episodes of each, with intervals over prompts. With `--keep`, runs that are
+there already are not made again.
 """
 
 from __future__ import annotations
 
-import json
 import math
-import shutil
-import sqlite3
 import statistics
-import subprocess
-import sys
 import tempfile
-import time
-from collections.abc import Sequence
-from contextlib import closing
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-import yaml
-
+from bench.arms import Mean, Runs, asked, at_once, held_out, table
 from bench.common import Report, parser
 from rillflow.dataflow.audit import audit
 
 POLICIES = ("solver", "verifier")
-REPEATS = 4
-_ROUND = (
-    "SELECT avg(s.reward) FROM samples s JOIN groups g ON g.id = s.grp "
-    "WHERE g.lane = 'eval' AND g.round = ? AND s.agent = ? AND s.turn = 0"
-)
-_BEGAN = (
-    "SELECT min(a.leased_at) FROM attempts a JOIN groups g ON g.id = a.grp WHERE g.lane = 'train' AND a.leased_at > ?"
+PAIR, APPROVE, ALONE, BEST = "pair", "always approve", "solver alone", "best of 3"
+REPEATS, ANSWERS = 4, 3
+_ROUNDS = "SELECT id FROM rounds WHERE state = 'ended' ORDER BY id"
+_SAMPLES = "SELECT sum(samples) FROM steps WHERE policy = 'solver' AND state = 'live'"
+# Of an evaluation: for each episode the reward of the first answer and that of the verdict.
+_VERDICTS = (
+    "SELECT g.prompt, s.reward, v.reward, t.reward FROM tasks t JOIN groups g ON g.id = t.grp "
+    "JOIN samples s ON s.grp = t.grp AND s.place = t.place AND s.agent = 'solver' AND s.turn = 0 "
+    "JOIN samples v ON v.grp = t.grp AND v.place = t.place AND v.agent = 'verifier' "
+    "WHERE t.lane = 'eval' AND t.round = ? AND t.state = 'done'"
 )
 
 
 @dataclass(frozen=True)
 class Found:
-    """What a run came to. The held-out rewards are those before and after it."""
+    """What an arm came to, before and after; `samples` of the solver were trained."""
 
-    trajectory: tuple[float, float]
-    first: tuple[float, float] | None  # of the solver's first answers
-    verifier: tuple[float, float] | None
-    samples: int  # of the solver, trained
-    seconds: float
+    before: Mean
+    after: Mean
+    samples: int
 
 
-class Runs:
-    """The runs of the benchmark, each in a folder of its own under `folder`."""
+@dataclass(frozen=True)
+class Verdicts:
+    """Of the verifier after training: how often its verdict fits right first answers, and wrong ones."""
 
-    def __init__(self, folder: Path, steps: int, turn: int) -> None:
-        self._folder = folder
+    right: float
+    wrong: float
+
+    @property
+    def balanced(self) -> float:
+        return (self.right + self.wrong) / 2
+
+
+class Bench:
+    def __init__(self, runs: Runs, *, steps: int, warm: Path | None, threads: int, few: bool) -> None:
+        self._runs = runs
         self._steps = steps
-        self._turn = turn
+        self._given = warm
+        self._threads = threads
+        self._few = few
 
     def warm(self) -> Path:
         """The model that all begin with."""
-        made = self._made("warm")
-        if made is None or not (made / "model").is_dir():
-            _rillflow("fit", "digits_warm", "--runs", str(self._folder / "warm"))
-            made = self._made("warm")
-        assert made is not None
-        return made / "model"
+        if self._given is not None:
+            return self._given
+        quick = ["trainer.steps=24"] if self._few else []
+        return (
+            self._runs.made("digits-warm", "fit", "digits_warm", f"runtime.threads={self._threads}", *quick) / "model"
+        )
 
     def pair(self, seed: int) -> Found:
-        return found(self._run(f"pair-{seed}", "solver_verifier", seed, POLICIES, f"trainer.steps={self._steps}"))
+        return self._found(self._pair(seed))
 
-    def alone(self, seed: int, samples: int) -> Found:
-        """Batches of the solver alone have 64 samples each: group_size times batch_groups."""
-        steps = math.ceil(samples / 64)
-        return found(self._run(f"alone-{seed}", "digits", seed, POLICIES[:1], f"trainer.steps={steps}"))
+    def first_answers(self, seed: int) -> Found:
+        """The pair's evaluations, had every verdict been an approval."""
+        run = self._pair(seed)
+        before, after = (Mean.of(_by_prompt(rows)) for rows in _evaluations(run))
+        return Found(before, after, _samples(run))
 
-    def turns(self, seed: int) -> float:
-        """Seconds. The second policy makes its first step beside the first one's: a trainer has at least one."""
-        name, note = f"turns-{seed}", self._folder / f"turns-{seed}" / "seconds.json"
-        if note.is_file():
-            return float(json.loads(note.read_text()))
-        shutil.rmtree(note.parent, ignore_errors=True)  # of turns that were cut short
-        goal = {"solver": min(self._turn, self._steps), "verifier": 1}
-        given = [f"policies.{policy}.trainer.steps={steps}" for policy, steps in goal.items()]
-        began = time.time()
-        run = self._run(name, "solver_verifier", seed, POLICIES, *given)
-        seconds, mine = busy_seconds(run, began), 1
-        while any(steps < self._steps for steps in goal.values()):
-            policy = POLICIES[mine]
-            goal[policy] = min(goal[policy] // self._turn * self._turn + self._turn, self._steps)
-            _set_steps(run / "recipe.yaml", goal)
-            began = time.time()
-            _rillflow("resume", str(run))
-            seconds, mine = seconds + busy_seconds(run, began), 1 - mine
-        note.write_text(json.dumps(seconds))
-        return seconds
+    def verdicts(self, seed: int) -> Verdicts:
+        rows = _evaluations(self._pair(seed))[1]
+        kinds = [[judged for _, worth, judged, _ in rows if (worth > 0.5) == right] for right in (True, False)]
+        right, wrong = (statistics.fmean(kind) if kind else math.nan for kind in kinds)
+        return Verdicts(right, wrong)
 
-    def _run(self, name: str, recipe: str, seed: int, policies: Sequence[str], *overrides: str) -> Path:
-        made = self._made(name)
-        if made is None or not (made / "summary.json").is_file():
-            model = self.warm()
-            given = [f"seed={seed}", f"evaluation.repeats={REPEATS}", "observe.plot=false", *overrides]
-            models = [f"policies.{policy}.model={model}" for policy in policies]
-            _rillflow("run", recipe, "--runs", str(self._folder / name), *given, *models)
-            made = self._made(name)
-        assert made is not None
-        if not audit(made / "ledger.sqlite").balanced:
-            raise RuntimeError(f"the audit of {made} does not balance")
-        return made
+    def alone(self, seed: int) -> Found:
+        """A batch has 64 samples: group_size times batch_groups."""
+        return self._equal(ALONE, seed, 64)
 
-    def _made(self, name: str) -> Path | None:
-        """The newest run of this name: one that was cut short is not taken up again."""
-        folder = self._folder / name
-        runs = sorted(path for path in folder.iterdir() if path.is_dir()) if folder.is_dir() else []
-        return runs[-1] if runs else None
+    def best_of(self, seed: int) -> Found:
+        check = "rillflow.examples.digits:reward"
+        options = f'options={{answers: {ANSWERS}, check: "{check}", prompts: {{solve: "{{question}}"}}}}'
+        workflow = ["workflow=rillflow.agents.workflows.best_of:play", "reward=null", options]
+        groups = ["dataflow.group_size=8", "dataflow.grouping=turn"]
+        return self._equal(BEST, seed, 8 * 8 * ANSWERS, *workflow, *groups)
 
+    def _equal(self, name: str, seed: int, batch: int, *more: str) -> Found:
+        steps = math.ceil(_samples(self._pair(seed)) / batch)
+        return self._found(self._run(name, "digits", seed, steps, POLICIES[:1], *more))
 
-def found(run: Path) -> Found:
-    with closing(sqlite3.connect(f"file:{run / 'ledger.sqlite'}?mode=ro", uri=True)) as ledger:
-        rounds = ledger.execute("SELECT id, reward FROM rounds WHERE state = 'ended' ORDER BY id").fetchall()
-        ends = (rounds[0], rounds[-1])
-        first, verifier = (
-            tuple(ledger.execute(_ROUND, (number, agent)).fetchone()[0] for number, _ in ends) for agent in POLICIES
-        )
-        query = "SELECT sum(samples) FROM steps WHERE policy = 'solver' AND state = 'live'"
-        (samples,) = ledger.execute(query).fetchone()
-    return Found((ends[0][1], ends[1][1]), _known(first), _known(verifier), samples, busy_seconds(run, 0.0))
+    def _pair(self, seed: int) -> Path:
+        return self._run(PAIR, "solver_verifier", seed, self._steps, POLICIES)
+
+    def _found(self, run: Path) -> Found:
+        return Found(*held_out(run), _samples(run))
+
+    def _run(self, name: str, recipe: str, seed: int, steps: int, policies: tuple[str, ...], *more: str) -> Path:
+        few = ["data.heldout.arguments.count=16", "dataflow.filters=[]"] if self._few else []
+        given = [f"seed={seed}", f"trainer.steps={steps}", f"trainer.checkpoint_every={steps}", "evaluation.every=0",
+                 f"evaluation.repeats={REPEATS}", "observe.plot=false"]  # fmt: skip
+        models = [f"policies.{policy}.model={self.warm()}" for policy in policies]
+        part = f"{name.replace(' ', '-')}-{seed}"
+        run = self._runs.made(part, "run", recipe, *given, *models, *more, *few)
+        if not audit(run / "ledger.sqlite").balanced:
+            raise RuntimeError(f"the audit of {run} does not balance")
+        return run
 
 
-def _known(pair: tuple[Any, ...]) -> tuple[float, float] | None:
-    return None if None in pair else (float(pair[0]), float(pair[1]))
+def _samples(run: Path) -> int:
+    ((count,),) = asked(run, _SAMPLES)
+    return int(count)
 
 
-def busy_seconds(run: Path, since: float) -> float:
-    """From the first training episode's beginning to the last step's end, of those after `since`."""
-    with closing(sqlite3.connect(f"file:{run / 'ledger.sqlite'}?mode=ro", uri=True)) as ledger:
-        (began,) = ledger.execute(_BEGAN, (since,)).fetchone()
-        (ended,) = ledger.execute("SELECT max(at) FROM steps WHERE at > ?", (since,)).fetchone()
-    return float(ended - began)
+def _evaluations(run: Path) -> list[list[tuple[Any, ...]]]:
+    """The episodes of the evaluations before and after training."""
+    rounds = [number for (number,) in asked(run, _ROUNDS)]
+    return [asked(run, _VERDICTS, number) for number in (rounds[0], rounds[-1])]
 
 
-def _set_steps(path: Path, goal: dict[str, int]) -> None:
-    recipe: dict[str, Any] = yaml.safe_load(path.read_text())
-    for policy, steps in goal.items():
-        recipe["policies"][policy]["trainer"]["steps"] = steps
-    path.write_text(yaml.safe_dump(recipe, sort_keys=False))
+def _by_prompt(rows: list[tuple[Any, ...]]) -> list[float]:
+    found: dict[str, list[float]] = {}
+    for prompt, worth, *_ in rows:
+        found.setdefault(prompt, []).append(worth)
+    return [statistics.fmean(values) for values in found.values()]
 
 
-def _rillflow(*words: str) -> None:
-    command = [sys.executable, "-m", "rillflow", *words]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=3600)
-    if done.returncode:
-        raise RuntimeError(f"{' '.join(command)} failed:\n{done.stdout[-2000:]}\n{done.stderr[-2000:]}")
-
-
-def report_rewards(report: Report, seed: str, pair: Found, alone: Found) -> None:
-    """Peers: before training for the two policies' own rewards, the solver alone for the trajectory's."""
-    assert pair.first is not None
-    assert pair.verifier is not None
-    same = f"{pair.samples} and {alone.samples} solver samples"
-    report.add(
-        f"{seed}: trajectory, pair", pair.trajectory[1], pair.trajectory[0], unit="reward (peer: before)", goal=1.0
-    )
-    report.add(f"{seed}: verifier, pair", pair.verifier[1], pair.verifier[0], unit="reward (peer: before)", goal=1.0)
-    report.add(f"{seed}: solver's first answer, pair", pair.first[1], alone.trajectory[1], unit="reward (peer: alone)")
-    report.add(
-        f"{seed}: trajectory, pair; {same}", pair.trajectory[1], alone.trajectory[1], unit="reward (peer: alone)"
-    )
-
-
-def mean_of(runs: Sequence[Found]) -> Found:
-    def mean(name: str) -> tuple[float, float]:
-        pairs = [getattr(run, name) for run in runs]
-        return statistics.fmean(p[0] for p in pairs), statistics.fmean(p[1] for p in pairs)
-
-    first = mean("first") if runs[0].first else None
-    verifier = mean("verifier") if runs[0].verifier else None
-    samples = round(statistics.fmean(run.samples for run in runs))
-    return Found(mean("trajectory"), first, verifier, samples, statistics.fmean(run.seconds for run in runs))
+def report(found: dict[str, list[Found]], verdicts: list[Verdicts], destination: str | None) -> None:
+    made = Report("solver_verifier")
+    after = {name: statistics.fmean(one.after.value for one in ones) for name, ones in found.items()}
+    before = statistics.fmean(one.before.value for one in found[PAIR])
+    made.add("trajectory, mean of seeds: pair (peer: before)", after[PAIR], before, unit="reward", goal=1.0)
+    for name in (ALONE, APPROVE, BEST):
+        made.add(f"trajectory, mean of seeds: pair (peer: {name})", after[PAIR], after[name], unit="reward", goal=1.0)
+    arms = {
+        name: [{"before": [one.before.value, one.before.error], "after": [one.after.value, one.after.error],
+                "solver_samples": one.samples} for one in ones]
+        for name, ones in found.items()
+    }  # fmt: skip
+    kinds = [{"right": one.right, "wrong": one.wrong} for one in verdicts]
+    made.finish(destination, arms=arms, verdicts=kinds)
+    rows = []
+    for name, ones in found.items():
+        single = ", ".join(f"{one.after.value:.2f} ± {one.after.error:.2f}" for one in ones)
+        start = statistics.fmean(one.before.value for one in ones)
+        samples = statistics.fmean(one.samples for one in ones)
+        rows.append([name, f"{start:.2f}", f"**{after[name]:.2f}** ({single})", f"{samples:.0f}"])
+    print(table(["arm", "before", "after (each seed)", "solver samples"], rows))
+    each = ", ".join(f"{one.right:.2f} and {one.wrong:.2f}" for one in verdicts)
+    print(f"verdicts that fit, of right and of wrong first answers: {each}")
 
 
 def main() -> None:
     arguments = parser(__doc__ or "")
     arguments.add_argument("--seeds", type=int, nargs="+", help="one run of each kind for every seed")
     arguments.add_argument("--steps", type=int, help="optimizer steps of each policy of a pair")
-    arguments.add_argument("--turn", type=int, default=8, help="steps of one policy before it is the other's turn")
-    arguments.add_argument("--keep", metavar="FOLDER", help="where runs stay; those that are there are not made again")
+    arguments.add_argument("--jobs", type=int, default=1, help="commands at once")
+    arguments.add_argument("--threads", type=int, default=1, help="torch threads of the warm start")
+    arguments.add_argument("--warm", type=Path, help="model folder of a warm start that was made before")
+    arguments.add_argument("--keep", type=Path, help="where runs stay; those that are there are not made again")
     given = arguments.parse_args()
-    seeds, steps = ([7], 12) if given.quick else ([7, 11, 3], 32)
+    seeds, steps = ([7], 3) if given.quick else ([7, 11, 3], 12)
     seeds, steps = given.seeds or seeds, given.steps or steps
-    report = Report("solver_verifier")
     with tempfile.TemporaryDirectory() as temporary:
-        runs = Runs(Path(given.keep or temporary), steps, given.turn)
-        pairs: list[Found] = []
-        alone: list[Found] = []
-        turns: list[float] = []
-        for seed in seeds:
-            pairs.append(runs.pair(seed))
-            alone.append(runs.alone(seed, pairs[-1].samples))
-            turns.append(runs.turns(seed))
-            report_rewards(report, f"seed {seed}", pairs[-1], alone[-1])
-            print(f"seed {seed}: {pairs[-1]}, alone {alone[-1]}, turns {turns[-1]:.1f} s", file=sys.stderr)
-    if len(seeds) > 1:
-        report_rewards(report, f"mean of {len(seeds)} seeds", mean_of(pairs), mean_of(alone))
-    label = f"{steps} steps of both policies at once (peer: in turns of {given.turn})"
-    ours, peer = (statistics.median(taken) for taken in ([run.seconds for run in pairs], turns))
-    report.add(label, ours, peer, unit="s", less_is_better=True, goal=1.0)
-    report.finish(given.json)
+        folder = (given.keep or Path(temporary)).resolve()
+        warm = given.warm and given.warm.resolve()
+        bench = Bench(Runs(folder, given.jobs), steps=steps, warm=warm, threads=given.threads, few=given.quick)
+        kinds = {PAIR: bench.pair, APPROVE: bench.first_answers, ALONE: bench.alone, BEST: bench.best_of}
+        done = at_once([partial(kind, seed) for kind in kinds.values() for seed in seeds])
+        found = {name: done[place * len(seeds) :][: len(seeds)] for place, name in enumerate(kinds)}
+        report(found, [bench.verdicts(seed) for seed in seeds], given.json)
 
 
 if __name__ == "__main__":

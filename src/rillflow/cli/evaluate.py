@@ -15,7 +15,9 @@ from rillflow.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
     from rillflow.agents.agentflow.collect import Played
+    from rillflow.agents.agentflow.labels import Labels
     from rillflow.agents.agentflow.options import Endpoint
+    from rillflow.config import Recipe
 
 
 @app.command("eval", rich_help_panel="What agents use, and how good they are")
@@ -105,7 +107,8 @@ def leakage(
         raise typer.Exit(run_leakage(train, test, words=words, field=field, as_json=as_json))
 
 
-_HELDOUT_EVERY = 10
+_HELDOUT_EVERY = 5
+By = Literal["continuations", "returns", "judge", "both"]
 console = Console(stderr=True)
 
 
@@ -115,62 +118,90 @@ def label(
     out: Annotated[Path, typer.Option(help="Where the rows go (JSON lines)", dir_okay=False)],
     *,
     heldout: Annotated[
-        Path | None, typer.Option(help="Where those of every tenth prompt go instead", dir_okay=False)
+        Path | None, typer.Option(help="Where those of every fifth prompt go instead", dir_okay=False)
     ] = None,
     by: Annotated[
-        Literal["returns", "judge"],
-        typer.Option(help="Mean outcomes of the run's own episodes, or a model that judges"),
-    ] = "returns",
+        By,
+        typer.Option(
+            help="Continuations that the run played from each state, mean outcomes of its own episodes, "
+            "a model that judges, or the mean of continuations and judge"
+        ),
+    ] = "continuations",
     url: Annotated[str | None, typer.Option(help="Of the judge's OpenAI-compatible server, up to and with /v1")] = None,
     model: Annotated[str | None, typer.Option(help="The judge's name there")] = None,
     key_variable: Annotated[str | None, typer.Option(help="Environment variable that holds its key")] = None,
+    balance: Annotated[bool, typer.Option(help="Repeat rows to train on until good and bad ones are as many")] = True,
+    results: Annotated[bool, typer.Option(help="Show the model the results of earlier decisions")] = True,
 ) -> None:
-    """Label every step of a run's planner for a process reward model."""
+    """Label the decisions of a run's planner for a process reward model."""
     from rillflow.agents.agentflow.collect import collect
-    from rillflow.agents.agentflow.labels import split
+    from rillflow.agents.agentflow.labels import balanced, rows_of, split
     from rillflow.runtime.folder import RunFolder
 
     with clear_errors():
         judge = _judge(by, url, model, key_variable)
         run = RunFolder.open(folder)
+        if by in ("continuations", "both"):
+            _require_continuations(run.recipe)
         collected = collect(run.recipe, run.root)
         if not collected.episodes:
             raise DataError(
                 f"no episode of {folder} can be read ({collected.gone} transcripts are gone)",
                 "label a run soon after it, raise its dataflow.units.drop_after, or keep more (observe.trajectories)",
             )
+        labels, missing = _labels(collected.episodes, by, judge)
+        if not labels:
+            raise DataError(f"no decision of {folder} has a label by {by}", "see whether the judge answers")
         train, apart = split(collected.episodes, _HELDOUT_EVERY) if heldout else (collected.episodes, [])
-        missing = _write(out, train, judge)
+        rows = rows_of(train, labels, results=results)
+        _write(out, balanced(rows) if balance else rows)
+        held = rows_of(apart, labels, results=results)
         if heldout is not None:
-            missing += _write(heldout, apart, judge)
-        steps = sum(len(episode.decisions) for episode in collected.episodes)
+            _write(heldout, held)
         console.print(
-            f"{len(collected.episodes)} episodes, {steps - missing} labelled steps, {missing} without a label; "
-            f"transcripts gone: {collected.gone}, without a decision: {collected.empty}",
+            f"{len(collected.episodes)} episodes, {len(rows)} labelled decisions to train on, {len(held)} held out, "
+            f"{missing} without a label; transcripts gone: {collected.gone}, without a decision: {collected.empty}",
             highlight=False,
             soft_wrap=True,
         )
 
 
-def _judge(by: str, url: str | None, model: str | None, key_variable: str | None) -> Endpoint | None:
+def _require_continuations(recipe: Recipe) -> None:
+    """Refuse a run whose decisions have rewards of another kind, or none."""
+    from rillflow.agents.agentflow.options import read_options
+
+    options = read_options(recipe.options).process_reward
+    if options is None or not options.continuations:
+        raise ConfigError(
+            "the run played no continuations, so its decisions cannot be labelled by them",
+            "set options.process_reward.continuations in its recipe, or take --by returns",
+        )
+
+
+def _judge(by: By, url: str | None, model: str | None, key_variable: str | None) -> Endpoint | None:
     from rillflow.agents.agentflow.options import Endpoint
 
-    if by == "returns":
+    if by in ("returns", "continuations"):
         return None
     if url is None or model is None:
         raise ConfigError("a judge needs --url and --model", "or take --by returns, which needs no judge")
     return Endpoint(url=url, model=model, key_variable=key_variable)
 
 
-def _write(path: Path, episodes: Sequence[Played], judge: Endpoint | None) -> int:
-    """How many steps have no label."""
+def _labels(episodes: Sequence[Played], by: By, judge: Endpoint | None) -> tuple[Labels, int]:
+    """Return the labels, and how many decisions that a judge was asked about have none."""
     import asyncio
 
-    from rillflow.agents.agentflow.judge import label_by_judge
-    from rillflow.agents.agentflow.labels import label_by_returns
+    from rillflow.agents.agentflow.judge import by_judge
+    from rillflow.agents.agentflow.labels import both, by_continuations, by_returns
+
+    if judge is None:
+        return (by_returns if by == "returns" else by_continuations)(episodes), 0
+    judged, missing = asyncio.run(by_judge(episodes, judge))
+    return (both(by_continuations(episodes), judged) if by == "both" else judged), missing
+
+
+def _write(path: Path, rows: Sequence[dict[str, Any]]) -> None:
     from rillflow.storage import write_atomic
 
-    rows: list[dict[str, Any]]
-    rows, missing = (label_by_returns(episodes), 0) if judge is None else asyncio.run(label_by_judge(episodes, judge))
     write_atomic(path, "".join(f"{json.dumps(row, ensure_ascii=False)}\n" for row in rows).encode())
-    return missing

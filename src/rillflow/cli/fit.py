@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 console = Console(stderr=True)
 INTERRUPTED = 130
-_FIRST = ("loss", "accuracy", "correlation", "auc", "perplexity", "grad_norm", "lr")
+_FIRST = ("loss", "accuracy", "ranking", "correlation", "auc", "perplexity", "grad_norm", "lr")
 
 
 def check(recipe: FitRecipe) -> None:

@@ -88,10 +88,11 @@ class UnitsConfig(Section):
 
 class DataflowConfig(Section):
     group_size: Positive = Field(8, description="episodes of one prompt")
-    grouping: Literal["policy", "agent", "turn"] = Field(
+    grouping: Literal["policy", "agent", "turn", "state"] = Field(
         "policy",
         description="what a sample is compared with: all samples of its prompt by the same policy, only those of the "
-        "same agent (Dr. MAS), or only those of the same agent and turn (AT-GRPO)",
+        "same agent (Dr. MAS), only those of the same agent and turn (AT-GRPO), or only the answers to the same call, "
+        "which were sampled from the same state (AgentFlow-Pro)",
     )
     staleness: NonNegative = Field(4, description="most versions between sampling and training; 0 is on-policy")
     filters: list[HookConfig] = Field(

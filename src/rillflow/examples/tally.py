@@ -1,8 +1,10 @@
-"""Tally: look-ups and a sum, the smallest task that a planner has to plan for.
+"""Tally: look-ups and a sum, a small task in which every single decision is good or bad.
 
-A prompt asks how many of one item lie in one box, or in two. The counts are in the payload, which the model never
-sees: it has to search for each, and to add where there are two. All counts of one stock are different, so a wrong
-look-up never pays. The splits ask for different (boxes, item) pairs or triples; every box and every item is in both.
+A prompt asks how many of one item lie in several boxes together. The counts are in the payload, which the model never
+sees: it has to search for each, and to add them. All counts of one item are different, so a look-up in a wrong box
+never pays. An answer has to cite its evidence, `7+5=12`: the count of every box and their sum. A result of a tool alone
+is not an answer, and two of the tools (`weigh`, `guess`) do not help. The splits ask for different boxes and items
+together; every box and every item is in both.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ from rillflow.errors import ToolError
 from rillflow.examples.stockroom import BOXES, ITEMS
 
 QUESTION = "How many {item} are in {boxes}?"
-_COUNTS = range(10, 100)
+_COUNTS = range(1, 10)
 _SUM = re.compile(r"\s*[0-9]{1,6}(\s*\+\s*[0-9]{1,6}){0,15}\s*")
 _NUMBER = re.compile(r"[0-9]+")
 
@@ -40,17 +42,17 @@ def prompts(split: str, count: int, seed: int, boxes: int = 2) -> Iterator[dict[
     known, generator = choices(split, boxes), random.Random(f"tally/{split}/{seed}/{boxes}")
     for index in range(count):
         asked, item = generator.choice(known)
-        counts = iter(generator.sample(_COUNTS, len(BOXES) * len(ITEMS)))
+        columns = {item: dict(zip(BOXES, generator.sample(_COUNTS, len(BOXES)), strict=True)) for item in ITEMS}
         payload = {
             "question": QUESTION.format(item=item, boxes=" and ".join(f"the {box} box" for box in asked)),
             "boxes": list(asked),
             "item": item,
-            "stock": {box: {item: next(counts) for item in ITEMS} for box in BOXES},
+            "stock": {box: {item: columns[item][box] for item in ITEMS} for box in BOXES},
         }
         yield {"id": f"tally-{split}-{boxes}-{seed}-{index}", "payload": payload}
 
 
-def look_up(payload: Mapping[str, Any], query: str) -> str:
+def look_up(payload: Mapping[str, Any], query: str) -> int:
     """The count for a query like `red pens`; what is wrong with it is a ToolError, for the model to read."""
     box, _, item = query.strip().partition(" ")
     shelf = payload["stock"].get(box)
@@ -58,7 +60,7 @@ def look_up(payload: Mapping[str, Any], query: str) -> str:
         raise ToolError(f"no {box[:40]} box")
     if item not in shelf:
         raise ToolError(f"no {item[:40]} in the {box} box")
-    return str(shelf[item])
+    return int(shelf[item])
 
 
 async def search(query: str, episode: Episode) -> str:
@@ -67,7 +69,7 @@ async def search(query: str, episode: Episode) -> str:
     Args:
         query: a box and an item, such as `red pens`
     """
-    return look_up(episode.payload, query)
+    return str(look_up(episode.payload, query))
 
 
 async def code(expression: str) -> str:
@@ -77,11 +79,33 @@ async def code(expression: str) -> str:
     return str(sum(int(number) for number in _NUMBER.findall(expression)))
 
 
-def truth(payload: Mapping[str, Any]) -> int:
-    return sum(int(payload["stock"][box][payload["item"]]) for box in payload["boxes"])
+async def weigh(query: str, episode: Episode) -> str:
+    """Weigh one item in one box, in grams.
+
+    Args:
+        query: a box and an item, such as `red pens`
+    """
+    return f"{look_up(episode.payload, query) * 7} g"
+
+
+async def guess(query: str) -> str:
+    """Guess how many there are.
+
+    Args:
+        query: anything
+    """
+    return "some"
+
+
+def answer(payload: Mapping[str, Any]) -> str:
+    """The answer that is paid: the counts of the boxes, as they were asked for, and their sum."""
+    counts = [int(payload["stock"][box][payload["item"]]) for box in payload["boxes"]]
+    return f"{'+'.join(map(str, counts))}={sum(counts)}"
 
 
 def reward(payload: Mapping[str, Any], answer: str | None) -> float:
-    """1.0 if the last number of the answer is the sum, else 0.0."""
-    numbers = _NUMBER.findall(answer or "")
-    return float(bool(numbers) and numbers[-1] == str(truth(payload)))
+    """1.0 if the answer cites the count of every box, in any order, and their sum; else 0.0."""
+    cited, _, total = "".join((answer or "").split()).partition("=")
+    counts = [int(payload["stock"][box][payload["item"]]) for box in payload["boxes"]]
+    right = sorted(cited.split("+")) == sorted(map(str, counts))
+    return float(right and total == str(sum(counts)))

@@ -1,4 +1,4 @@
-"""Demonstrations of the tally, for a planner and a verifier that can write what the loop reads.
+"""Demonstrations of the tally, for a planner that can write what the loop reads.
 
 The planner that is shown knows the way and does not always take it: with the chance `mistakes` a step is one of
 MISTAKES, after which it goes on from where it is. So what is learned is a policy that a reward can make better.
@@ -13,7 +13,6 @@ from typing import Any
 from rillflow.agents.agentflow.actions import ANSWER, THINK, Decision
 from rillflow.agents.agentflow.prompts import asked
 from rillflow.agents.memory.task import TaskMemory
-from rillflow.errors import ToolError
 from rillflow.examples import tally
 from rillflow.examples.stockroom import BOXES, ITEMS
 
@@ -23,9 +22,9 @@ PROMPTS = {
     "final": "{planner}\nanswer",
     "verifier": "{question}\n{memory}\nenough?",
 }
-MISTAKES = ("another box", "another item", "again", "think", "guess")
+MISTAKES = ("another box", "another item", "again", "think", "weigh", "guess", "early")
 MAX_STEPS = 6
-_SHARE_OF_VERDICTS = 0.25  # they are easy to learn
+_SHARE_OF_LOOK_UPS = 0.4  # they are easy to learn; copying what was found is not
 
 Payload = Mapping[str, Any]
 
@@ -33,12 +32,10 @@ Payload = Mapping[str, Any]
 def demonstrations(
     split: str, count: int, seed: int, mistakes: float = 0.0, boxes: int = 2
 ) -> Iterator[dict[str, Any]]:
-    """Of sft: `count` single answers of the planner or the verifier, each behind the prompt that the loop writes."""
+    """Of sft: `count` single answers of the planner, each behind the prompt that the loop writes."""
     generator, number = random.Random(f"tally lessons/{split}/{seed}"), 0
     for prompt in tally.prompts(split, count, seed, boxes):
-        for role, asked_for, said in _play(prompt["payload"], generator, mistakes):
-            if role == "verifier" and generator.random() >= _SHARE_OF_VERDICTS:
-                continue
+        for asked_for, said in _play(prompt["payload"], generator, mistakes):
             if number == count:
                 return
             messages = [{"role": "user", "content": asked_for}, {"role": "assistant", "content": said}]
@@ -46,59 +43,58 @@ def demonstrations(
             number += 1
 
 
-def _play(payload: Payload, generator: random.Random, mistakes: float) -> Iterator[tuple[str, str, str]]:
-    """The roles, prompts and answers of one episode."""
+def _play(payload: Payload, generator: random.Random, mistakes: float) -> Iterator[tuple[str, str]]:
+    """The prompts and answers of one episode, without some of those at which a look-up is due."""
     question, memory, found = payload["question"], TaskMemory(), dict[str, str]()
     for _ in range(MAX_STEPS):
-        decision = _mistake(payload, found, generator) if generator.random() < mistakes else _right(payload, found)
-        yield "planner", asked(PROMPTS, "planner", question=question, memory=memory.text()), decision.written()
+        best = right(payload, found)
+        decision = _mistake(payload, found, generator) if generator.random() < mistakes else best
+        if best.action != "search" or generator.random() < _SHARE_OF_LOOK_UPS:
+            yield asked(PROMPTS, "planner", question=question, memory=memory.text()), decision.written()
         if decision.action == ANSWER:
             return
         result = _result(payload, decision)
-        found[decision.action_input] = result
+        found[f"{decision.action} {decision.action_input}"] = result
         memory.note(decision.action, decision.action_input, result)
-        enough = result == str(tally.truth(payload))
-        verdict = '{"sufficient": true}' if enough else '{"sufficient": false}'
-        yield "verifier", asked(PROMPTS, "verifier", question=question, memory=memory.text()), verdict
-        if enough:
-            final = Decision("say", ANSWER, result)
-            yield "planner", asked(PROMPTS, "final", question=question, memory=memory.text()), final.written()
-            return
 
 
-def _right(payload: Payload, found: Mapping[str, str]) -> Decision:
-    """What brings the answer nearer, given what was `found` by which input."""
+def right(payload: Payload, found: Mapping[str, str]) -> Decision:
+    """What brings the answer nearer, given what was `found` by which action and input."""
     queries = [f"{box} {payload['item']}" for box in payload["boxes"]]
     for query in queries:
-        if query not in found:
+        if f"search {query}" not in found:
             return Decision("find", "search", query)
-    if len(queries) == 1:
-        return Decision("say", ANSWER, found[queries[0]])
-    return Decision("add", "code", "+".join(found[query] for query in queries))
+    total = "+".join(found[f"search {query}"] for query in queries)
+    if f"code {total}" not in found:
+        return Decision("add", "code", total)
+    return Decision("say", ANSWER, f"{total}={found[f'code {total}']}")
 
 
 def _mistake(payload: Payload, found: Mapping[str, str], generator: random.Random) -> Decision:
-    kind = generator.choice(MISTAKES)
-    if kind == "another box":
-        box = generator.choice([box for box in BOXES if box not in payload["boxes"]])
-        return Decision("find", "search", f"{box} {payload['item']}")
-    if kind == "another item":
-        item = generator.choice([item for item in ITEMS if item != payload["item"]])
-        return Decision("find", "search", f"{payload['boxes'][0]} {item}")
-    if kind == "again" and found:
-        return Decision("find", "search", generator.choice(sorted(found)))
-    if kind == "guess" and (numbers := [value for value in found.values() if value.isdecimal()]):
-        return Decision("say", ANSWER, generator.choice(numbers))
-    return Decision("think", THINK, "more")
+    kind, box, item = generator.choice(MISTAKES), generator.choice(payload["boxes"]), payload["item"]
+    known = [done.removeprefix("search ") for done in found if done.startswith("search ")]
+    elsewhere = f"{generator.choice([one for one in BOXES if one not in payload['boxes']])} {item}"
+    others = {
+        "another box": elsewhere,
+        "another item": f"{box} {generator.choice([one for one in ITEMS if one != item])}",
+        "again": generator.choice(known or [elsewhere]),
+    }
+    if kind in others:
+        return Decision("find", "search", others[kind])
+    if kind in ("weigh", "guess"):
+        return Decision("find", kind, f"{box} {item}")
+    if kind == "think":
+        return Decision("think", THINK, "more")
+    numbers = [value for value in found.values() if value.isdecimal()] or [str(generator.randrange(1, 10))]
+    one, other = generator.choice(numbers), generator.choice(numbers)
+    return Decision("say", ANSWER, f"{one}+{other}={int(one) + int(other)}")
 
 
 def _result(payload: Payload, decision: Decision) -> str:
     """What the executor would say."""
     if decision.action == "code":
         return str(sum(int(number) for number in decision.action_input.split("+")))
-    if decision.action != "search":
-        return decision.action_input
-    try:
-        return tally.look_up(payload, decision.action_input)
-    except ToolError as error:
-        return f"error: {error.message}"
+    if decision.action in ("search", "weigh"):
+        count = tally.look_up(payload, decision.action_input)
+        return str(count) if decision.action == "search" else f"{count * 7} g"
+    return "some" if decision.action == "guess" else decision.action_input

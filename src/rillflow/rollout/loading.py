@@ -33,9 +33,12 @@ def refuse_outside(recipe: Recipe) -> None:
 
 
 def check_players(recipe: Recipe) -> None:
-    """Fail where a look can tell that no episode could be played."""
+    """Fail where a look can tell that no episode could be played. A workflow's module may have a `check_recipe` that
+    raises a ConfigError for what the workflow cannot work with."""
     if recipe.workflow is not None:
-        load_workflow(recipe)
+        check_recipe = getattr(inspect.getmodule(load_workflow(recipe)), "check_recipe", None)
+        if check_recipe is not None:
+            check_recipe(recipe)
     if recipe.command is not None:
         words_of(recipe.command)
     if recipe.environment is not None:

@@ -21,6 +21,7 @@ from rillflow.trainer.learner import Learner
 from rillflow.trainer.parallel.peers import Alone
 from rillflow.trainer.roles import reward_model
 from rillflow.weights.models import load_tokenizer, pick_device
+from rillflow.weights.reward_facts import facts_of
 
 if TYPE_CHECKING:
     import numpy.typing as npt
@@ -34,9 +35,6 @@ class RewardScores:
     """A reward model as a stage. The trainer adds `weight` times the score to the reward."""
 
     def __init__(self, recipe: Recipe, policy: str, *, model: str, weight: float = 1.0, over: Over = "last") -> None:
-        # Only here: it registers graph functions of `rillflow fit`, which a run's recipe does not know.
-        from rillflow.trainer.supervised.reward_model import facts_of
-
         if over not in _OVER:
             raise ConfigError(f"a reward model has no `over: {over}`", f"one of: {', '.join(_OVER)}")
         settings = recipe.policies[policy]

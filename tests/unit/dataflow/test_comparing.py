@@ -61,6 +61,14 @@ def test_turns_are_compared_with_the_same_turn(tmp_path: Path) -> None:
     assert found["writer", 1] == pytest.approx((30.0, 0.0, 2))
 
 
+def test_states_are_compared_with_the_answers_to_the_same_call(tmp_path: Path) -> None:
+    several = [("planner", 0, 1.0), ("planner", 0, 3.0), ("planner", 1, 5.0), ("planner", 1, 5.0)]
+    batch = played(tmp_path, "state", several, [("planner", 0, 9.0), ("planner", 0, 7.0)]).batch().samples
+    found = {(s.task.rpartition(".")[2], s.turn): (s.group_mean, s.group_std, s.group_size) for s in batch}
+    assert found == {("0", 0): (2.0, 1.0, 2), ("0", 1): (5.0, 0.0, 2), ("1", 0): (8.0, 1.0, 2)}
+    assert len({(s.task.rpartition(".")[2], s.alike) for s in batch}) == 3
+
+
 @pytest.mark.parametrize("grouping", ["agent", "turn"])
 def test_it_is_the_grouping_of_the_algorithms(tmp_path: Path, grouping: str) -> None:
     """Dr. MAS compares an agent with itself, AT-GRPO an agent's turn with the same turn of other episodes."""

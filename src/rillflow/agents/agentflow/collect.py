@@ -1,4 +1,4 @@
-"""From a run folder to the steps that its planners took, for a process reward model to learn from.
+"""From a run folder to the states that its planners met and what they decided there, for a process reward model.
 
 Only training episodes are read: what is evaluated on is never learned from. Transcripts lie in the storage units as
 long as those keep them (`dataflow.units.drop_after`), some of them also among the trajectories that the run keeps for
@@ -26,7 +26,7 @@ from rillflow.dataflow.sources import open_sources
 from rillflow.errors import CorruptData, DataError
 from rillflow.storage import SegmentReader
 from rillflow.storage.records import Place
-from rillflow.storage.trajectories import FILE, Trajectories
+from rillflow.storage.trajectories import FILE, Trajectories, conversation
 
 _UNITS = "units"
 _TRANSCRIPT = "transcript"
@@ -38,13 +38,26 @@ _EPISODES = (
 
 
 @dataclass(frozen=True, slots=True)
+class Visited:
+    """One state of an episode: the prompt that the planner was asked with, and what was sampled from it, malformed
+    answers left out. Each decision comes with the reward that the run gave it; the first one was carried out."""
+
+    prompt: str
+    decisions: Sequence[tuple[Decision, float | None]]
+
+    @property
+    def taken(self) -> Decision:
+        return self.decisions[0][0]
+
+
+@dataclass(frozen=True, slots=True)
 class Played:
-    """One episode: what was asked, what the planner decided (without what was malformed), and how it ended."""
+    """One episode: the question, the states in their order, and how it ended."""
 
     task: str
     prompt: str
     question: str
-    decisions: Sequence[Decision]
+    states: Sequence[Visited]
     outcome: float
 
 
@@ -76,18 +89,26 @@ def collect(recipe: Recipe, folder: Path) -> Collected:
         asked = source.at(place)
         if asked.id != prompt:
             raise DataError(f"prompt {place} was {prompt!r} and is {asked.id!r} now", "restore the run's prompts")
-        decisions = decisions_of(transcript)
-        empty += not decisions
-        if decisions:
-            episodes.append(Played(task, prompt, str(asked.payload["question"]), decisions, outcome))
+        states = states_of(transcript)
+        empty += not states
+        if states:
+            episodes.append(Played(task, prompt, str(asked.payload["question"]), states, outcome))
     return Collected(episodes, gone, empty)
 
 
-def decisions_of(transcript: Sequence[Mapping[str, Any]]) -> list[Decision]:
-    """What the planner decided, in order; each of its answers is a leaf of its own."""
-    said = [entry["messages"][-1] for entry in transcript if entry.get("agent") == ROLE and entry["messages"]]
-    found = [parse(str(message.get("content") or "")) for message in said if message.get("role") == "assistant"]
-    return [decision for decision in found if decision is not None]
+def states_of(transcript: Sequence[Mapping[str, Any]]) -> list[Visited]:
+    """Return the states of an episode in which the planner decided something, in their order."""
+    found: dict[str, list[tuple[Decision, float | None]]] = {}
+    for number, entry in enumerate(transcript):
+        messages = conversation(transcript, number) if entry.get("agent") == ROLE else []
+        if len(messages) < 2 or messages[-1].get("role") != "assistant":
+            continue
+        decision = parse(str(messages[-1].get("content") or ""))
+        if decision is not None:
+            rewards = [given["reward"] for given in entry.get("rewards", ())]
+            asked = str(messages[-2].get("content") or "")
+            found.setdefault(asked, []).append((decision, rewards[-1] if rewards else None))
+    return [Visited(prompt, decisions) for prompt, decisions in found.items()]
 
 
 def _kept(folder: Path) -> dict[str, Sequence[Mapping[str, Any]]]:

@@ -1,7 +1,8 @@
-"""How good each step was, by a judge: any model behind an OpenAI-compatible server, asked once for each step.
+"""How good each decision was, by a judge: any model behind an OpenAI-compatible server, asked once for each decision
+that was carried out.
 
-It reads what the process reward model will read (`prm_text`), so it cannot rate what that model never sees. A step
-whose verdict cannot be had ends its row there: it is left out with those behind it, and counted, never guessed.
+The judge sees more than the process reward model that learns from it: the result of the decision, as the prompt that
+the planner was asked with next. A decision whose verdict cannot be had has no label, and is counted, never guessed.
 """
 
 from __future__ import annotations
@@ -9,48 +10,50 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Sequence
-from typing import Any
 
 import openai
 
 from rillflow.agents.agentflow.collect import Played
+from rillflow.agents.agentflow.labels import Key, Labels
 from rillflow.agents.agentflow.options import Endpoint
-from rillflow.agents.agentflow.prm_text import prm_row
 from rillflow.agents.agentflow.verifier import new_client
 
 AT_ONCE = 8
 _TRIES = 3
 RUBRIC = (
-    "Rate the last decision of an agent that answers a question step by step. You do not see what its tools said.\n"
-    "1.0: the best next step. 0.7: useful, not the best. 0.4: does no harm and brings little. 0.1: useless, repeated "
-    'or a guess. 0.0: wrong.\nWrite exactly one JSON object: {"score": number}.\n\n'
+    "Rate one decision of an agent that answers a question step by step.\n"
+    "1.0: correct and clear progress. 0.7: useful, not the best. 0.5: does no harm and brings little. "
+    "0.2: useless, repeated or a guess. 0.0: wrong.\n"
+    'Write exactly one JSON object: {"score": number}.\n'
 )
 
 
-async def label_by_judge(episodes: Sequence[Played], endpoint: Endpoint) -> tuple[list[dict[str, Any]], int]:
-    """The rows, and how many steps have no label."""
+async def by_judge(episodes: Sequence[Played], endpoint: Endpoint) -> tuple[Labels, int]:
+    """Return the labels, and how many decisions have none."""
+    asked: dict[Key, str] = {}
+    for episode in episodes:
+        after = [state.prompt for state in episode.states[1:]] + [None]
+        for state, later in zip(episode.states, after, strict=True):
+            asked[episode.prompt, state.prompt, state.taken] = _question(state.prompt, state.taken.written(), later)
     gate = asyncio.Semaphore(AT_ONCE)
 
-    async def row(episode: Played, client: openai.AsyncOpenAI) -> tuple[dict[str, Any] | None, int]:
-        texts = [step["text"] for step in prm_row(episode.question, episode.decisions)["steps"]]
-
-        async def score(count: int) -> float | None:
-            async with gate:
-                return await _score(client, endpoint, episode.question, texts[:count])
-
-        scores = await asyncio.gather(*(score(count + 1) for count in range(len(texts))))
-        known = next((place for place, score in enumerate(scores) if score is None), len(scores))
-        made = prm_row(episode.question, episode.decisions[:known], scores[:known]) if known else None
-        return made, len(scores) - known
+    async def score(prompt: str) -> float | None:
+        async with gate:
+            return await _score(client, endpoint, prompt)
 
     # Its own, closed at its end: the next call may come from another event loop, which cannot use these connections.
     async with new_client(endpoint) as client:
-        rows = await asyncio.gather(*(row(episode, client) for episode in episodes))
-    return [made for made, _ in rows if made is not None], sum(missing for _, missing in rows)
+        scores = await asyncio.gather(*(score(prompt) for prompt in asked.values()))
+    labels = {key: score for key, score in zip(asked, scores, strict=True) if score is not None}
+    return labels, len(asked) - len(labels)
 
 
-async def _score(client: openai.AsyncOpenAI, endpoint: Endpoint, question: str, steps: Sequence[str]) -> float | None:
-    prompt = f"{RUBRIC}Question: {question}\nDecisions:\n" + "\n".join(f"- {step}" for step in steps)
+def _question(state: str, decision: str, later: str | None) -> str:
+    shown = "The decision ended the task." if later is None else f"Afterwards the agent was asked:\n{later}"
+    return f"{RUBRIC}\nThe agent was asked:\n{state}\n\nIt decided:\n{decision}\n\n{shown}"
+
+
+async def _score(client: openai.AsyncOpenAI, endpoint: Endpoint, prompt: str) -> float | None:
     for _ in range(_TRIES):
         try:
             response = await client.chat.completions.create(

@@ -1,59 +1,102 @@
 """The loop: planner, executor, verifier, memory, until somebody answers or the steps are used up.
 
-Invariants: it ends with an answer of the planner, with a fallback (the last thing that a tool said), or with None; it
-never raises for what a model wrote. With a process reward model every answer of the planner gets a reward of its own,
-0.0 where it was malformed; without one each carries the episode's outcome (Flow-GRPO). Nothing is remembered of an
-evaluation.
+Invariants: it ends with an answer of the planner, with a fallback where the recipe wants one (the last result of a
+tool), or with None; it never raises for what a model wrote. With `process_reward` every answer of the planner gets a
+reward of its own (`step_rewards`); without it each carries the episode's outcome (Flow-GRPO). Nothing is remembered of
+an evaluation, and nothing is rated in one.
 """
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
-from rillflow.agents.agentflow.actions import ANSWER, THINK
+from rillflow.agents.agentflow.actions import ANSWER, THINK, Decision
 from rillflow.agents.agentflow.executor import Executor, tools_of
 from rillflow.agents.agentflow.options import FlowOptions, read_options
-from rillflow.agents.agentflow.planner import ROLE, Planner
-from rillflow.agents.agentflow.prm_text import prm_row
+from rillflow.agents.agentflow.planner import CONTINUATION, ROLE, Planner
 from rillflow.agents.agentflow.verifier import verifier_of
 from rillflow.agents.memory.episodes import EpisodeMemory, store_of
 from rillflow.agents.memory.task import Memory, TaskMemory
-from rillflow.agents.rewards.process import ProcessReward
-from rillflow.contracts import Episode
+from rillflow.errors import ConfigError
+from rillflow.weights.reward_facts import require_ranking
 
-# One thread: however many episodes ask at once, the model is loaded once, and the node's other threads stay free.
-_LOADER = ThreadPoolExecutor(1, "process-reward-loader")
+if TYPE_CHECKING:
+    from rillflow.config import Recipe
+    from rillflow.contracts import Episode
+
+
+@dataclass(frozen=True, slots=True)
+class Position:
+    """Where an episode stands. `final`: enough is known, only an answer is left; `fallback`: the last result of a
+    tool. `over` with `answer` None: the planner did not answer."""
+
+    memory: Memory
+    left: int
+    fallback: str | None = None
+    final: bool = False
+    over: bool = False
+    answer: str | None = None
+
+
+class Flow:
+    """The rules of one episode: what a decision leads to."""
+
+    def __init__(self, episode: Episode, options: FlowOptions) -> None:
+        self.question = str(episode.payload["question"])
+        self.options = options
+        self._episode = episode
+        self._tools: Mapping[str, str] = tools_of(episode, options.actions)
+        self._executor = Executor(episode, self._tools)
+        self._verifier = verifier_of(episode, options)
+
+    def planner(self, role: str, count: int = 1) -> Planner:
+        return Planner(self._episode.role(role), self.options, [THINK, *self._tools, ANSWER], count)
+
+    async def begin(self) -> Position:
+        memory = memory_of(self._episode, self.options)
+        await memory.begin(self.question)
+        return Position(memory, self.options.max_steps)
+
+    async def advance(self, at: Position, decision: Decision | None) -> Position:
+        """Carry a decision out; None stands for a step that was given up. The memory of `at` is changed."""
+        if decision is not None and decision.action == ANSWER:
+            return replace(at, over=True, answer=decision.action_input)
+        left = at.left - 1
+        if decision is None:
+            return replace(at, left=left, over=at.final or left == 0)
+        result = await self._executor.execute(decision)
+        at.memory.note(decision.action, decision.action_input, result)
+        told = decision.action in self._tools and not result.startswith("error: ")
+        enough = await self._verifier.sufficient(self.question, at.memory.text())
+        fallback = result if told else at.fallback
+        return replace(at, left=left, fallback=fallback, final=enough, over=left == 0 and not enough)
+
+    async def play_on(self, at: Position, planner: Planner) -> Position:
+        """Play to the end, carrying out the first of the decisions that `planner` samples from each state."""
+        while not at.over:
+            state = await planner.decide(self.question, at.memory.text(), final=at.final)
+            at = await self.advance(at, state.taken)
+        return at
+
+    def answer(self, at: Position) -> str | None:
+        """Return the answer of an episode that is over."""
+        return at.fallback if at.answer is None and self.options.fallback else at.answer
 
 
 async def play(episode: Episode) -> str | None:
     """The final answer, for the recipe's reward."""
     options = read_options(episode.options)
-    tools = tools_of(episode, options.actions)
-    planner = Planner(episode.role(ROLE), options, [THINK, *tools, ANSWER])
-    executor, verifier = Executor(episode, tools), verifier_of(episode, options)
-    memory, question = memory_of(episode, options), str(episode.payload["question"])
-    await memory.begin(question)
-    answer = fallback = None
-    for _ in range(options.max_steps):
-        decision = await planner.decide(question, memory.text())
-        if decision is None:
-            continue
-        if decision.action == ANSWER:
-            answer = decision.action_input
-            break
-        result = await executor.execute(decision)
-        memory.note(decision.action, decision.action_input, result)
-        if decision.action in tools and not result.startswith("error: "):
-            fallback = result
-        if await verifier.sufficient(question, memory.text()):
-            final = await planner.decide(question, memory.text(), final=True)
-            answer = None if final is None else final.action_input
-            break
-    await memory.end(answer)
-    await _reward_steps(episode, planner, question, options)
-    return fallback if answer is None else answer
+    flow = Flow(episode, options)
+    if options.process_reward is None or episode.evaluating:
+        at = await flow.play_on(await flow.begin(), flow.planner(ROLE))
+    else:
+        from rillflow.agents.agentflow.step_rewards import play_rated
+
+        at = await play_rated(episode, flow, options.process_reward)
+    await at.memory.end(at.answer)
+    return flow.answer(at)
 
 
 def memory_of(episode: Episode, options: FlowOptions) -> Memory:
@@ -62,18 +105,20 @@ def memory_of(episode: Episode, options: FlowOptions) -> Memory:
     return EpisodeMemory(store_of(options.memory), options.memory, writes=not episode.evaluating)
 
 
-async def _reward_steps(episode: Episode, planner: Planner, question: str, options: FlowOptions) -> None:
-    """What the process reward model makes of each answer; a model that fails raises, so that nothing is made up."""
-    if options.process_reward is None or episode.evaluating or not planner.steps:
+def check_recipe(recipe: Recipe) -> None:
+    """Refuse, before a run starts, options that do not fit and a process reward model that is not fit for use."""
+    options = read_options(recipe.options).process_reward
+    if options is None:
         return
-    decisions = [step.decision for step in planner.steps if step.decision is not None]
-    scores: Iterator[float] = iter(())
-    if decisions:
-        loop = asyncio.get_running_loop()
-        model = await loop.run_in_executor(_LOADER, ProcessReward.shared, options.process_reward)
-        (found,) = await model.score(
-            [prm_row(question, decisions)], min(options.reward_seconds, episode.seconds_left())
+    if options.continuations and CONTINUATION not in recipe.untrained:
+        raise ConfigError(
+            "options.process_reward.continuations: what the continuations say would be trained on",
+            f"list {CONTINUATION} under `untrained`",
         )
-        scores = iter(found)
-    for step in planner.steps:
-        episode.reward(0.0 if step.decision is None else next(scores), call=step.said.call)
+    if options.actions > 1 and recipe.dataflow.grouping != "state":
+        raise ConfigError(
+            f"options.process_reward.actions={options.actions}: they are to be compared with each other",
+            "set dataflow.grouping: state, or process_reward.actions: 1",
+        )
+    if options.model is not None and options.gate:
+        require_ranking(options.model)

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, Literal
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, ValidationError, field_validator
+from pydantic import Field, ValidationError, field_validator, model_validator
 
 from rillflow.agents.agentflow.prompts import PROMPTS
 from rillflow.agents.memory.options import MemoryOptions
-from rillflow.config.base import Name, Positive, Seconds, Section
+from rillflow.config import RewardConfig
+from rillflow.config.base import Name, NonNegative, Positive, Seconds, Section
 from rillflow.errors import ConfigError, did_you_mean
+
+Share = Annotated[float, Field(ge=0, le=1)]
 
 
 class Endpoint(Section):
@@ -20,6 +23,35 @@ class Endpoint(Section):
     model: str
     key_variable: str | None = Field(None, description="environment variable that holds the key")
     seconds: Seconds = Field(30.0, description="an answer that takes longer counts as none")
+
+
+class StepRewardOptions(Section):
+    """Rewards of single decisions: by a process reward model, or by playing each decision to the end."""
+
+    model: str | None = Field(None, description="folder of a process reward model (`rillflow fit`)")
+    continuations: NonNegative = Field(
+        0, description="without a model: how often each decision is played to the end; its reward is the mean outcome"
+    )
+    actions: Positive = Field(
+        6, description="decisions sampled from each state; the first well-formed one is carried out"
+    )
+    outcome: Share = Field(
+        0.0, description="weight of the outcome, where it is known, in a decision's reward; 0: the model's score alone"
+    )
+    results: bool = Field(
+        True, description="false: the model does not read the results of earlier decisions (ablation)"
+    )
+    least: Annotated[float, Field(ge=0)] = Field(
+        1e-3, description="nothing is learned from a state whose rewards have a smaller standard deviation"
+    )
+    gate: bool = Field(True, description="refuse a model that does not rank decisions above chance")
+    seconds: Seconds = Field(20.0, description="for the model to score an episode")
+
+    @model_validator(mode="after")
+    def _one_way(self) -> StepRewardOptions:
+        if (self.model is None) == (self.continuations == 0):
+            raise ValueError("give either model or continuations")
+        return self
 
 
 class FlowOptions(Section):
@@ -32,12 +64,19 @@ class FlowOptions(Section):
     actions: dict[Name, Name] | None = Field(
         None, description="actions of the planner and the tools that carry them out; default: every tool by its name"
     )
+    fallback: bool = Field(
+        True, description="an episode without an answer ends with the last result of a tool; false: it has no answer"
+    )
     verifier: Literal["role", "none"] | Endpoint = Field(
         "role", description="role: a policy plays it (list it under `untrained`); none: only `answer` ends; or a server"
     )
     memory: MemoryOptions | None = Field(None, description="remember earlier episodes; default: only the task")
-    process_reward: str | None = Field(None, description="folder of a process reward model: rewards of single steps")
-    reward_seconds: Seconds = Field(20.0, description="for the process reward model to score an episode")
+    process_reward: StepRewardOptions | None = Field(
+        None, description="rewards of single decisions; default: each carries the episode's outcome"
+    )
+    check: str | list[RewardConfig] | None = Field(
+        None, description="the reward of an answer, for `process_reward` with continuations or an outcome"
+    )
     prompts: dict[str, str] = Field(default_factory=dict, description="in place of our own: planner, final, verifier")
 
     @field_validator("prompts")
@@ -47,6 +86,13 @@ class FlowOptions(Section):
             raise ValueError(f"there is no prompt {unknown[0]!r}; there are {', '.join(PROMPTS)}")
         return PROMPTS | given
 
+    @model_validator(mode="after")
+    def _checked(self) -> FlowOptions:
+        steps = self.process_reward
+        if steps is not None and (steps.continuations or steps.outcome) and self.check is None:
+            raise ValueError("process_reward needs the outcome of an answer: name its reward in `check`")
+        return self
+
 
 def read_options(options: Mapping[str, Any]) -> FlowOptions:
     """ConfigError where they do not fit."""
@@ -54,6 +100,11 @@ def read_options(options: Mapping[str, Any]) -> FlowOptions:
         return FlowOptions.model_validate(dict(options))
     except ValidationError as error:
         first = error.errors()[0]
-        key = ".".join(str(part) for part in first["loc"])
-        nearest = did_you_mean(str(first["loc"][0]), FlowOptions.model_fields).rstrip()
-        raise ConfigError(f"options.{key}: {first['msg']}", nearest) from None
+        key = ".".join(["options", *(str(part) for part in first["loc"])])
+        raise ConfigError(f"{key}: {first['msg']}", _nearest(first["loc"])) from None
+
+
+def _nearest(place: Sequence[int | str]) -> str:
+    """Return the valid name that is nearest to the last part of `place`."""
+    section = StepRewardOptions if len(place) > 1 and place[0] == "process_reward" else FlowOptions
+    return did_you_mean(str(place[-1]), section.model_fields).rstrip() if place else ""

@@ -1,7 +1,8 @@
 """The planner: the one part that is trained. It says what to do next, one decision at a time.
 
-Invariant: `decide` never raises for what the model wrote. What is malformed is asked for once more; then the step is
-given up, and the loop goes on without it. Every answer that was sampled is in `steps`, so that each can be rewarded.
+Invariant: `decide` never raises for what the model wrote. Where every answer is malformed the state is asked once more;
+then the step is given up, and the loop goes on without it. Every sampled answer is in `states`, so that each can be
+rewarded.
 """
 
 from __future__ import annotations
@@ -17,28 +18,44 @@ from rillflow.contracts import Role
 from rillflow.types import Said
 
 ROLE = "planner"
+CONTINUATION = "continuation"  # the planner's policy, where it plays a decision to the end only to rate it
 _TRIES = 2
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class Sampled:
     """One answer of the planner; `decision` is None where it was malformed."""
 
     said: Said
     decision: Decision | None
 
 
-class Planner:
-    """`actions` are those it may take. Each answer is a conversation, and a sample, of its own."""
+@dataclass(frozen=True, slots=True)
+class AskedState:
+    """One call of the planner: the prompt that describes the state, and the answers sampled from it."""
 
-    def __init__(self, role: Role, options: FlowOptions, actions: Sequence[str]) -> None:
+    prompt: str
+    sampled: Sequence[Sampled]
+
+    @property
+    def taken(self) -> Decision | None:
+        """The decision to carry out: the first well-formed one. The samples are independent, so any would do."""
+        return next((one.decision for one in self.sampled if one.decision is not None), None)
+
+
+class Planner:
+    """`actions` are those it may take, `count` how many answers are sampled from each state. Each answer is a
+    conversation, and a sample, of its own."""
+
+    def __init__(self, role: Role, options: FlowOptions, actions: Sequence[str], count: int = 1) -> None:
         self._role = role
         self._options = options
         self._actions = actions
-        self.steps: list[Step] = []
+        self._count = count
+        self.states: list[AskedState] = []
 
-    async def decide(self, question: str, memory: str, *, final: bool = False) -> Decision | None:
-        """The next decision; only an answer where it is to be the `final` one. None: degraded, do without."""
+    async def decide(self, question: str, memory: str, *, final: bool = False) -> AskedState:
+        """Sample decisions for a state; only answers where it is to be the `final` one."""
         actions = [ANSWER] if final else self._actions
         part, named = "final" if final else "planner", ", ".join(actions)
         prompt = asked(self._options.prompts, part, question=question, memory=memory, actions=named)
@@ -46,9 +63,9 @@ class Planner:
         if self._options.structured:
             settings["schema"] = schema(actions, self._options.longest)
         for _ in range(_TRIES):
-            said = await self._role.ask([{"role": "user", "content": prompt}], **settings)
-            decision = None if said.cut else parse(said.text, actions)
-            self.steps.append(Step(said, decision))
-            if decision is not None:
-                return decision
-        return None
+            answers = await self._role.ask_many([{"role": "user", "content": prompt}], self._count, **settings)
+            sampled = [Sampled(said, None if said.cut else parse(said.text, actions)) for said in answers]
+            self.states.append(AskedState(prompt, sampled))
+            if self.states[-1].taken is not None:
+                break
+        return self.states[-1]

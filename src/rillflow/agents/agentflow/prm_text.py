@@ -1,8 +1,8 @@
-"""The text that a process reward model reads. There is no other place that builds it: labels, training and rewards
-all come here, so they can never drift apart.
+"""The text that a process reward model reads. Labels, training and rewards all build it here, so they cannot differ.
 
-A row is the question and the decisions so far, in the shape of `rillflow fit`'s task process_reward. It never holds
-what a tool said: the model rates the decision, which is what is trained, and not the world's answer to it.
+A row is one state and one decision, in the shape of `rillflow fit`'s task process_reward. The state is the prompt that
+the planner was asked with: it holds the question and every earlier decision with its result. The decision's own result
+is left out: the model rates the decision, which is what is trained, not the world's answer to it.
 """
 
 from __future__ import annotations
@@ -13,19 +13,15 @@ from typing import Any
 from rillflow.agents.agentflow.actions import Decision
 
 
-def prm_row(
-    question: str, decisions: Sequence[Decision], labels: Sequence[float | None] | None = None
-) -> dict[str, Any]:
-    """One row for one episode; each decision is scored behind all those before it."""
-    steps: list[dict[str, Any]] = [{"text": prm_step(decision)} for decision in decisions]
-    if labels is not None:
-        for step, label in zip(steps, labels, strict=True):
-            step["label"] = label
-    return {"prompt": f"{question.strip()}\n", "steps": steps}
+def prm_row(state: str, decision: Decision, label: float | None = None) -> dict[str, Any]:
+    """Return the row of one decision, as the conversation in which the planner took it."""
+    step: dict[str, Any] = {"messages": [{"role": "assistant", "content": decision.written()}]}
+    if label is not None:
+        step["label"] = label
+    return {"messages": [{"role": "user", "content": state}], "steps": [step]}
 
 
-def prm_step(decision: Decision) -> str:
-    """A line of its own: the model is asked at its end."""
-    parts = (decision.thought, decision.action, decision.action_input)
-    thought, action, action_input = (" ".join(part.split()) for part in parts)
-    return f"{thought} > {action}: {action_input}"
+def without_results(question: str, earlier: Sequence[Decision]) -> str:
+    """Return a state that lacks the results of earlier decisions, to measure what they are worth."""
+    done = [f"{decision.action} {decision.action_input}" for decision in earlier]
+    return "\n".join([question.strip(), *done])

@@ -53,6 +53,13 @@ class EpisodeMemory:
         told = [f"earlier, {known.question} - {', '.join(known.plan)}" for known in self._recalled]
         return "\n".join([*told, *filter(None, [self._task.text()])])
 
+    def copy(self) -> EpisodeMemory:
+        """A copy never writes: the episode is remembered once."""
+        made = EpisodeMemory(self._store, self._options, writes=False)
+        made._task, made._question = self._task.copy(), self._question
+        made._plan, made._recalled = list(self._plan), list(self._recalled)
+        return made
+
     async def end(self, answer: str | None) -> None:
         if self._writes and answer is not None and self._plan:
             episode = Remembered(self._question, self._plan, answer)

@@ -1,6 +1,6 @@
 """The memory of one task: what was done and what came of it, as text for the next prompt.
 
-`Memory` is what a workflow sees. Memories of earlier episodes stand behind the same four methods (`episodes`), so a
+`Memory` is what a workflow sees. Memories of earlier episodes stand behind the same methods (`episodes`), so a
 workflow does not know which one it has.
 """
 
@@ -20,6 +20,9 @@ class Memory(Protocol):
 
     def text(self) -> str:
         """The running state; empty before the first step where nothing was known before."""
+
+    def copy(self) -> Memory:
+        """Return a memory of the same state, to play on from it in another way."""
 
     async def end(self, answer: str | None) -> None:
         """The episode is over; `answer` is None where the agent found none by itself."""
@@ -41,6 +44,11 @@ class TaskMemory:
 
     def text(self) -> str:
         return "\n".join(self._notes[-self._steps :])
+
+    def copy(self) -> TaskMemory:
+        made = TaskMemory(steps=self._steps, longest=self._longest)
+        made._notes = list(self._notes)
+        return made
 
     async def end(self, answer: str | None) -> None:
         """Nothing outlives the task."""

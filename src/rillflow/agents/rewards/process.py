@@ -12,29 +12,21 @@ import asyncio
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import torch
 
 from rillflow.errors import ConfigError, RewardError
-from rillflow.types.decoding import json_decoder
-from rillflow.weights.model_folder import model_folder
+from rillflow.gateway.trees.messages import Message, message
+from rillflow.gateway.trees.render import Renderer
 from rillflow.weights.models import load_scalar_model, load_tokenizer, pick_device
+from rillflow.weights.reward_facts import process_facts_of
 
 MOST_WAITING = 4096  # rows
 _BATCH_TOKENS = 16_384  # of one forward pass, padding counted
-_FACTS = "rillflow.json"
-
-
-class Facts(msgspec.Struct, frozen=True):
-    """How the model was trained, as far as its user must know."""
-
-    task: str = "process_reward"
-    loss: str = "bce"
-    separator: str = "\n"
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,14 +43,12 @@ class ProcessReward:
 
     def __init__(self, folder: str, *, device: str = "auto") -> None:
         self._device = pick_device(device)
+        self._facts = process_facts_of(folder)
         model, new = load_scalar_model(folder, "fp32", self._device)
         self._model: Any = model
         self._tokenizer: Any = load_tokenizer(folder)
-        self._facts = _facts(model_folder(folder))
-        if new or self._facts.task != "process_reward":
-            raise ConfigError(
-                f"{folder} is no process reward model", "make one: `rillflow fit` with task process_reward"
-            )
+        if new:
+            raise ConfigError(f"{folder} has no head that scores", "make one: `rillflow fit` with task process_reward")
         self._longest = int(self._model.config.max_position_embeddings)
         self._thread = ThreadPoolExecutor(1, "process-reward")
         self._waiting: list[_Row] = []
@@ -71,7 +61,8 @@ class ProcessReward:
         return ProcessReward(str(Path(folder).expanduser()))
 
     async def score(self, rows: Sequence[Mapping[str, Any]], seconds: float) -> list[list[float]]:
-        """For each row (`prompt` and `steps` as text) how good each of its steps is, on the scale of the labels."""
+        """For each row how good each of its `steps` is, on the scale of the labels. A row has its question as text
+        (`prompt`) or as `messages`, and its steps likewise (`text`, `messages`)."""
         if len(self._waiting) + len(rows) > MOST_WAITING:
             raise RewardError(f"{len(self._waiting)} rows wait for the process reward model", "lower rollout.episodes")
         loop = asyncio.get_running_loop()
@@ -84,14 +75,14 @@ class ProcessReward:
                 return [await row.done for row in mine]
         except TimeoutError:
             raise RewardError(
-                f"the process reward model took longer than {seconds:.3g} s", "raise options.reward_seconds"
+                f"the process reward model took longer than {seconds:.3g} s", "raise options.process_reward.seconds"
             ) from None
 
     def _encode(self, row: Mapping[str, Any], done: asyncio.Future[list[float]]) -> _Row:
-        tokens = self._ids(row["prompt"], opening=True)
-        ends: list[int] = []
-        for step in row["steps"]:
-            tokens = tokens + self._ids(f"{step['text']}{self._facts.separator}")
+        begun, *pieces = self._conversation(row) if "messages" in row else self._texts(row)
+        tokens, ends = self._ids(begun, opening="messages" not in row), list[int]()
+        for piece in pieces:
+            tokens = tokens + self._ids(piece)
             ends.append(len(tokens) - 1)
         if len(tokens) > self._longest:
             raise RewardError(
@@ -99,6 +90,22 @@ class ProcessReward:
                 "lower options.max_steps or options.longest, or train a model that reads more",
             )
         return _Row(tokens, ends, done)
+
+    def _texts(self, row: Mapping[str, Any]) -> list[str]:
+        return [row["prompt"], *(f"{step['text']}{self._facts.separator}" for step in row["steps"])]
+
+    def _conversation(self, row: Mapping[str, Any]) -> list[str]:
+        """Return what the chat template writes for the question, and for each step behind it."""
+        told = _messages(row)
+        texts = [self._renderer.text(told, None, prompt=False)]
+        for step in row["steps"]:
+            told = told + _messages(step)
+            texts.append(self._renderer.text(told, None, prompt=False))
+        return [texts[0], *(later[len(text) :] for text, later in pairwise(texts))]
+
+    @cached_property
+    def _renderer(self) -> Renderer:
+        return Renderer(self._tokenizer)
 
     def _ids(self, text: str, *, opening: bool = False) -> list[int]:
         ids = list(self._tokenizer.encode(text, add_special_tokens=False))
@@ -149,13 +156,5 @@ class ProcessReward:
         return [score_BT[place, row.ends].tolist() for place, row in enumerate(rows)]
 
 
-def _facts(folder: Path) -> Facts:
-    path = folder / _FACTS
-    if not path.is_file():
-        raise ConfigError(
-            f"{folder} is no process reward model: it has no {_FACTS}", "give the `model` folder of a fit"
-        )
-    try:
-        return json_decoder(Facts).decode(path.read_bytes())
-    except msgspec.MsgspecError as error:
-        raise ConfigError(f"{path} is not what `rillflow fit` writes: {error}", "export the model again") from error
+def _messages(said: Mapping[str, Any]) -> list[Message]:
+    return [message(one["role"], one["content"]) for one in said["messages"]]

@@ -104,7 +104,7 @@ class Team:
 async def play(episode: Episode) -> float:
     """Role: agent. The payload has `question` (or `problem`) and what `check` compares with."""
     options = options_of(episode, RecursiveOptions)
-    team = Team(episode, options, filler(PROMPTS, options.prompts), checker(episode, options))
+    team = Team(episode, options, filler(PROMPTS, options.prompts), checker(episode, options.check))
     team.hire(0)
     answer = await Agent(team, 0).work(problem_of(episode))
     worth = await team.check(answer or "")

@@ -35,7 +35,7 @@ async def play(episode: Episode) -> dict[str, float]:
     """Roles: solver, selector. The payload is one that the reward `code` understands."""
     options = options_of(episode, CodeOptions)
     example = example_of(episode.payload)
-    fill, check = filler(PROMPTS, options.prompts), checker(episode, options)
+    fill, check = filler(PROMPTS, options.prompts), checker(episode, options.check)
     solver, selector, question = episode.role("solver"), episode.role("selector"), problem_of(episode)
     solve = user(fill("solve", question=question, example=example))
     a, b = await solver.ask_many(solve, 2, **options.settings_of("solver"))

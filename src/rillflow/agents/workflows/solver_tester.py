@@ -46,7 +46,7 @@ async def play(episode: Episode) -> dict[str, float]:
     """Roles: solver, tester. The payload is one that the reward `code` understands, with a reference solution."""
     options = options_of(episode, TesterOptions)
     example = example_of(episode.payload)
-    fill, check = filler(PROMPTS, options.prompts), checker(episode, options)
+    fill, check = filler(PROMPTS, options.prompts), checker(episode, options.check)
     reference = reference_of(episode.payload)
     sandbox = await asyncio.to_thread(shared, options.sandbox)  # the first one takes a moment to be built
     solver, tester, question = episode.role("solver"), episode.role("tester"), problem_of(episode)

@@ -2,6 +2,10 @@
 
 Each answer of the solver is worth its own correctness, the verdict 1 where it fits the first answer's. What cannot be
 read as a verdict is worth 0 and counts as approval. The trajectory is worth what the solver's last answer is.
+
+With the option `balance` a training episode has two first answers. Verdicts are trained only where one of the two is
+right and the other wrong, and then on both. So a verifier sees both classes equally often, however good its solver is:
+it gains nothing by always approving. The verdict that decides about a second try is always the first answer's.
 """
 
 from __future__ import annotations
@@ -9,6 +13,8 @@ from __future__ import annotations
 import asyncio
 import re
 from typing import TYPE_CHECKING
+
+from pydantic import Field
 
 from rillflow.agents.workflows.wording import (
     Options,
@@ -20,8 +26,12 @@ from rillflow.agents.workflows.wording import (
     problem_of,
     user,
 )
+from rillflow.config.load import validated
+from rillflow.errors import ConfigError
+from rillflow.types import Said
 
 if TYPE_CHECKING:
+    from rillflow.config import Recipe
     from rillflow.contracts import Episode
 
 PROMPTS = {
@@ -39,28 +49,60 @@ PROMPTS = {
 _VERDICT = re.compile(r"<verify>\s*(approve|reject)\s*</verify>", re.IGNORECASE)
 
 
+UNBALANCED = "unbalanced"  # the verifier, where its verdict is not trained
+
+
+class VerifierOptions(Options):
+    balance: bool = Field(
+        False, description="train verdicts on a right and a wrong answer to the same question, equally many of each"
+    )
+
+
 async def play(episode: Episode) -> dict[str, float]:
     """Roles: solver, verifier. The payload has `question` (or `problem`) and what `check` compares with."""
-    options = options_of(episode, Options)
-    fill, check = filler(PROMPTS, options.prompts), checker(episode, options)
-    solver, verifier, question = episode.role("solver"), episode.role("verifier"), problem_of(episode)
+    options = options_of(episode, VerifierOptions)
+    fill, check = filler(PROMPTS, options.prompts), checker(episode, options.check)
+    solver, question = episode.role("solver"), problem_of(episode)
     settings = options.settings_of("solver")
-    first = await solver.ask(user(fill("solve", question=question)), **settings)
-    verdict, worth = await asyncio.gather(
-        verifier.ask(user(fill("verify", question=question, solution=first.text)), **options.settings_of("verifier")),
-        check(first.text),
-    )
-    said = verdict_of(verdict.text)
-    judged = float(said is not None and (said == "approve") == is_right(worth))
-    episode.reward(worth, call=first.call)
-    episode.reward(judged, call=verdict.call)
+    paired = options.balance and not episode.evaluating
+    answers = await solver.ask_many(user(fill("solve", question=question)), 2 if paired else 1, **settings)
+    worths = await asyncio.gather(*(check(answer.text) for answer in answers))
+    differ = len({is_right(worth) for worth in worths}) == 2
+    verifier = episode.role("verifier" if differ or not paired else UNBALANCED)
+    verdicts: list[tuple[Said, float]] = []
+    for answer, worth in zip(answers, worths, strict=True):
+        episode.reward(worth, call=answer.call)
+        if differ or not verdicts:
+            prompt = user(fill("verify", question=question, solution=answer.text))
+            verdict = await verifier.ask(prompt, **options.settings_of("verifier"))
+            verdicts.append((verdict, _judged(verdict, worth)))
+            episode.reward(verdicts[-1][1], call=verdict.call)
+    (verdict, judged), worth = verdicts[0], worths[0]
+    rejected = verdict_of(verdict.text) == "reject"
     episode.metric("first", worth)
-    episode.metric("retried", said == "reject")
-    if said == "reject":
+    episode.metric("retried", rejected)
+    if rejected:
         second = await solver.ask(user(fill("retry", question=question, verdict=verdict.text)), **settings)
         worth = await check(second.text)
         episode.reward(worth, call=second.call)
     return outcome(episode, worth, verifier=judged)
+
+
+def check_recipe(recipe: Recipe) -> None:
+    """Refuse, before a run starts, options that do not fit and balanced verdicts that would not be balanced."""
+    if not validated(dict(recipe.options), VerifierOptions).balance:
+        return
+    if UNBALANCED not in recipe.untrained or recipe.roles.get(UNBALANCED) != recipe.roles.get("verifier", "verifier"):
+        raise ConfigError(
+            "options.balance: the verdicts that do not balance would be trained on, or said by another policy",
+            f"set `roles: {{{UNBALANCED}: verifier}}` and `untrained: [{UNBALANCED}]`",
+        )
+
+
+def _judged(verdict: Said, worth: float) -> float:
+    """Return 1.0 for a verdict that fits the answer's correctness, else 0.0."""
+    said = verdict_of(verdict.text)
+    return float(said is not None and (said == "approve") == is_right(worth))
 
 
 def verdict_of(text: str) -> str | None:

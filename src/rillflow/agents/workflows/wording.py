@@ -61,12 +61,11 @@ def filler(own: Mapping[str, str], given: Mapping[str, str]) -> Fill:
     return fill
 
 
-def checker(episode: Episode, options: Options) -> Check:
-    """`await check(text)`: what the recipe's check says of an answer to this prompt.
+def checker(episode: Episode, named: str | list[RewardConfig]) -> Check:
+    """`await check(text)`: what the reward that `options.check` names says of an answer to this prompt.
 
     It is asked while the episode is played, so it can name payload and answer only.
     """
-    named = options.check
     score = _loaded(named) if isinstance(named, str) else load_reward(named, OF_ANSWERS)
 
     async def check(text: str) -> float:

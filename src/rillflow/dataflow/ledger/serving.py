@@ -18,7 +18,7 @@ from rillflow.dataflow.ledger.tables import Record
 from rillflow.dataflow.rules import Rules
 from rillflow.types import BatchSample, Row
 
-Key = tuple[str, int]  # agent, turn
+Key = tuple[str, int, int]  # agent, turn, place
 SampleKey = tuple[str, str, int, int]  # group, producer, place, n
 
 
@@ -107,14 +107,21 @@ def _compared(db: Database, samples: list[BatchSample], grouping: str) -> list[B
 def alike(db: Database, group: str, producer: str, grouping: str) -> dict[Key, list[float]]:
     """The rewards of a producer's samples in a group, by what they are compared with."""
     found: dict[Key, list[float]] = {}
-    query = "SELECT reward, agent, turn FROM samples WHERE grp = ? AND policy = ? AND trained > 0 ORDER BY place, n"
-    for reward, agent, turn in db.all(query, (group, producer)):
-        found.setdefault((agent, turn if grouping == "turn" else 0), []).append(reward)
+    query = (
+        "SELECT reward, agent, turn, place FROM samples WHERE grp = ? AND policy = ? AND trained > 0 ORDER BY place, n"
+    )
+    for reward, agent, turn, place in db.all(query, (group, producer)):
+        found.setdefault(_key(agent, turn, place, grouping), []).append(reward)
     return found
 
 
 def _key_of(sample: BatchSample, grouping: str) -> Key:
-    return sample.agent, sample.turn if grouping == "turn" else 0
+    return _key(sample.agent, sample.turn, int(sample.task.rpartition(".")[2]), grouping)
+
+
+def _key(agent: str, turn: int, place: int, grouping: str) -> Key:
+    """Return what samples with this key have in common; 0 stands for what `grouping` does not look at."""
+    return agent, turn if grouping in ("turn", "state") else 0, place if grouping == "state" else 0
 
 
 def _comparing(sample: BatchSample, found: Mapping[Key, Sequence[float]], key: Key) -> BatchSample:

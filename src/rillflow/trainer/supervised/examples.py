@@ -15,6 +15,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from hashlib import blake2b
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import msgspec
@@ -231,7 +232,15 @@ def _pair(payload: Any, recipe: FitRecipe, writer: Writer, where: str) -> Exampl
 def _labelled(payload: Any, recipe: FitRecipe, writer: Writer, where: str) -> Example:
     row = read_row(payload, LabelledSteps, where)
     written = write_steps(row, writer, SEPARATOR if recipe.separator is None else recipe.separator, where)
-    return Example([written], {"label_N": np.array([step.label for step in row.steps], np.float32)})
+    labels = np.array([step.label for step in row.steps], np.float32)
+    return Example([written], {"label_N": labels, "state_N": _states(written)})
+
+
+def _states(row: Written) -> Column:
+    """Return a number for each step of a row: steps that follow the same tokens have the same number."""
+    begins = [row.begun, *(end + 1 for end in row.marked[:-1])]
+    digests = (blake2b(np.array(row.tokens[:begin], "<i4").tobytes(), digest_size=6) for begin in begins)
+    return np.array([int.from_bytes(digest.digest()) for digest in digests], np.float64)
 
 
 def write_answer(row: Answered, writer: Writer, where: str) -> Written:

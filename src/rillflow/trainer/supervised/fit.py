@@ -251,6 +251,12 @@ class Fit:
             bounds.append(self._recipe.data.epochs * self._batches.batches_per_epoch)
         return min(bounds)
 
+    def heldout(self) -> Mapping[str, float]:
+        """Return how good the model is on the held-out rows now; empty where there are none. Collective."""
+        if self._heldout is not None and not self._seen:  # a run that was resumed at its end
+            self._seen = evaluate(self._recipe, self._trained.learner, self._heldout, self._peers, self._check)
+        return self._seen
+
     def run(self) -> bool:
         """Train to the end and write a last checkpoint; return False if the run was stopped first."""
         self._restore()

@@ -17,7 +17,7 @@ however rows are packed and distributed over ranks.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -33,6 +33,8 @@ from rillflow.trainer.learner import Measured, Objective
 from rillflow.trainer.packing import MicroBatch
 from rillflow.trainer.parallel.peers import Peers
 from rillflow.trainer.supervised.examples import Examples
+from rillflow.trainer.supervised.quality import area_under_curve, calibration_error, correlation, ranking_of
+from rillflow.weights.reward_facts import StepLossName
 
 if TYPE_CHECKING:
     import numpy.typing as npt
@@ -65,30 +67,9 @@ def step_losses(score_T: torch.Tensor, label_T: torch.Tensor, kind: str) -> torc
     return functional.binary_cross_entropy_with_logits(score_T, label_T, reduction="none")
 
 
-def correlation(a: Floats, b: Floats) -> float:
-    """Return Pearson's correlation; 0 if one of the two does not vary."""
-    if len(a) < 2 or not a.std() or not b.std():
-        return 0.0
-    return float(np.corrcoef(a, b)[0, 1])
-
-
-def area_under_curve(score: Floats, good: np.ndarray[tuple[int, ...], np.dtype[np.bool_]]) -> float:
-    """Return how often a good item has a higher score than a bad one, ties counting half; 0.5 if one kind is
-    missing."""
-    positive, negative = int(good.sum()), int((~good).sum())
-    if not positive or not negative:
-        return 0.5
-    order = np.argsort(score, kind="stable")
-    _, first, counts = np.unique(score[order], return_index=True, return_counts=True)
-    rank = np.empty(len(score))
-    rank[order] = np.repeat(first + (counts + 1) / 2, counts)
-    return float((rank[good].sum() - positive * (positive + 1) / 2) / (positive * negative))
-
-
 # ---------------------------------------------------------------- nodes of the step graphs
 
 
-StepLossName = Literal["bce", "mse"]
 STEP_LOSS: StepLossName = "bce"
 
 
@@ -295,7 +276,8 @@ def _pairs(recipe: FitRecipe, data: Databuffer, score_N: Scores, peers: Peers) -
 
 def _steps(recipe: FitRecipe, data: Databuffer, score_N: Scores, peers: Peers) -> dict[str, float]:
     marked_N, kind = data["mask_N"], recipe.loss or STEP_LOSS
-    score_T, label_T = _everyones((score_N[marked_N], data["label_N"][marked_N]), peers)
+    columns = (score_N[marked_N], data["label_N"][marked_N], data["state_N"][marked_N])
+    score_T, label_T, state_T = _everyones(columns, peers)
     loss_T = step_losses(torch.from_numpy(score_T), torch.from_numpy(label_T), kind)
     good_T = 1 / (1 + np.exp(-score_T)) if kind == "bce" else score_T
     return {
@@ -303,6 +285,8 @@ def _steps(recipe: FitRecipe, data: Databuffer, score_N: Scores, peers: Peers) -
         "accuracy": float(((good_T > 0.5) == (label_T > 0.5)).mean()),
         "auc": area_under_curve(score_T, label_T > 0.5),
         "correlation": correlation(good_T, label_T),
+        "calibration": calibration_error(good_T, label_T),
+        **ranking_of(score_T, label_T, state_T),
     }
 
 

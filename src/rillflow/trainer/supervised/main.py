@@ -24,10 +24,11 @@ from rillflow.trainer.parallel.peers import Peers
 from rillflow.trainer.process import prepare_torch, stops_on_signal
 from rillflow.trainer.supervised.examples import Examples, read_examples
 from rillflow.trainer.supervised.fit import Fit, Progress, Trained, assemble
-from rillflow.trainer.supervised.reward_model import FACTS, Facts
+from rillflow.trainer.supervised.quality import quality_of
 from rillflow.trainer.supervised.texts import Writer
 from rillflow.weights.export import fill_model, new_folder, save_model
 from rillflow.weights.models import load_policy_model, load_scalar_model
+from rillflow.weights.reward_facts import FILE, Quality, RewardFacts
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -36,7 +37,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 
-def export(recipe: FitRecipe, trained: Trained, target: Path, peers: Peers) -> None:
+def export(recipe: FitRecipe, trained: Trained, target: Path, peers: Peers, quality: Quality | None = None) -> None:
     """Write the model; a folder from an earlier end of this run is replaced. Collective."""
     weights = trained.worker.weights(torch.float32)
     if peers.rank > 0:
@@ -49,7 +50,8 @@ def export(recipe: FitRecipe, trained: Trained, target: Path, peers: Peers) -> N
         save_model(loaded, recipe.model, folder)
         if recipe.task != "sft":
             known = {name: value for name in ("loss", "separator") if (value := getattr(recipe, name)) is not None}
-            (folder / FACTS).write_bytes(msgspec.json.encode(Facts(task=recipe.task, **known)))
+            facts = RewardFacts(task=recipe.task, quality=quality, **known)
+            (folder / FILE).write_bytes(msgspec.json.encode(facts))
 
 
 def _loaded(recipe: FitRecipe) -> PreTrainedModel:
@@ -101,7 +103,7 @@ def run_fit(
         )
         if not fit.run():
             return False
-        export(recipe, trained, folder / MODEL, peers)
+        export(recipe, trained, folder / MODEL, peers, quality_of(fit.heldout()))
     return True
 
 

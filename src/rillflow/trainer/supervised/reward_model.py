@@ -12,19 +12,16 @@ row only, up to float rounding.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from typing import Any
 
-import msgspec
 import numpy as np
 
 from rillflow.config import TrainerConfig
-from rillflow.errors import ConfigError
 from rillflow.trainer.forward import ScalarForward
 from rillflow.trainer.learner import Learner
 from rillflow.trainer.parallel.peers import Alone
 from rillflow.trainer.roles import reward_model
 from rillflow.trainer.supervised.examples import (
-    SEPARATOR,
     Answered,
     Example,
     Examples,
@@ -33,27 +30,15 @@ from rillflow.trainer.supervised.examples import (
     write_answer,
     write_steps,
 )
-from rillflow.trainer.supervised.functions import STEP_LOSS, StepLossName
 from rillflow.trainer.supervised.texts import Writer, Written
-from rillflow.types.decoding import json_decoder
-from rillflow.weights.model_folder import model_folder
 from rillflow.weights.models import Dtype, pick_device
-
-FACTS = "rillflow.json"
-
-
-class Facts(msgspec.Struct, frozen=True):
-    """The training options that a reward model's user must know; the defaults are for other people's models."""
-
-    task: Literal["reward", "process_reward"] = "reward"
-    loss: StepLossName = STEP_LOSS
-    separator: str = SEPARATOR
+from rillflow.weights.reward_facts import RewardFacts, facts_of
 
 
 class RewardModel:
     """A reward model with its tokenizer. `load` takes the most tokens of one forward pass, `micro_tokens`."""
 
-    def __init__(self, learner: Learner, writer: Writer, facts: Facts) -> None:
+    def __init__(self, learner: Learner, writer: Writer, facts: RewardFacts) -> None:
         self._learner = learner
         self._writer = writer
         self.facts = facts
@@ -92,14 +77,3 @@ class RewardModel:
         score_N = self._learner.infer(data)
         ends = np.cumsum([len(row.marked) for row in written])
         return [part.tolist() for part in np.split(score_N[data["mask_N"]], ends[:-1])]
-
-
-def facts_of(model: str) -> Facts:
-    """Return the facts that `rillflow fit` wrote beside a reward model; the defaults for other people's models."""
-    path = model_folder(model) / FACTS
-    if not path.is_file():
-        return Facts()
-    try:
-        return json_decoder(Facts).decode(path.read_bytes())
-    except msgspec.MsgspecError as error:
-        raise ConfigError(f"{path} was not written by `rillflow fit`: {error}", "export the model again") from error

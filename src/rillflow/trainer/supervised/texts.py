@@ -28,10 +28,12 @@ _ASSISTANT = "assistant"
 
 @dataclass
 class Written:
-    """The tokens of a row; `marked` are the places of the trained or scored tokens."""
+    """The tokens of a row; `marked` are the places of the trained or scored tokens. The first `begun` tokens of a row
+    of steps are its question."""
 
     tokens: list[int] = field(default_factory=list)
     marked: list[int] = field(default_factory=list)
+    begun: int = 0
 
     def add(self, tokens: Sequence[int], *, trained: bool) -> None:
         if trained:
@@ -134,6 +136,7 @@ class Writer:
         else:
             begun, *pieces = self._message_steps(prompt, steps, tools, where)
             row.add(self._encode(begun), trained=False)
+        row.begun = len(row.tokens)
         for number, piece in enumerate(pieces):
             tokens = self._encode(piece)
             if not tokens:

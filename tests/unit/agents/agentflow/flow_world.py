@@ -27,6 +27,7 @@ PAYLOAD: dict[str, Any] = ROW["payload"]
 FIRST, SECOND = (f"{box} {PAYLOAD['item']}" for box in PAYLOAD["boxes"])
 COUNTS = [PAYLOAD["stock"][box][PAYLOAD["item"]] for box in PAYLOAD["boxes"]]
 TRUTH = str(sum(COUNTS))
+PAID = tally.answer(PAYLOAD)
 NO, YES = '{"sufficient": false}', '{"sufficient": true}'
 
 
@@ -60,6 +61,11 @@ class Seen:
     answer: str | None
     record: SessionRecord
     script: Script
+    metrics: Mapping[str, float]
+
+    def rewards(self, agent: str = "planner") -> list[float | None]:
+        """The rewards of an agent's answers, in their order."""
+        return [sample.reward for sample in self.record.samples("planner") if sample.agent == agent]
 
 
 async def played(*answers: str, lane: Lane = "train", payload: Mapping[str, Any] = PAYLOAD, **options: Any) -> Seen:
@@ -78,7 +84,7 @@ async def played(*answers: str, lane: Lane = "train", payload: Mapping[str, Any]
     )  # fmt: skip
     try:
         answer = await play(episode)
-        return Seen(answer, gateway.sessions.close(task.id, keep=True), script)
+        return Seen(answer, gateway.sessions.close(task.id, keep=True), script, dict(episode.metrics))
     finally:
         await client.close()
         await gateway.stop()

@@ -46,7 +46,8 @@ def ledger(folder: Path, tasks: int) -> Any:
 
 
 def planned(name: str, **info: Any) -> Trajectory:
-    path = {"policy": "p", "agent": ROLE, "messages": [{"role": "assistant", "content": DECISION}]}
+    said = [{"role": "user", "content": "What is it?"}, {"role": "assistant", "content": DECISION}]
+    path = {"policy": "p", "agent": ROLE, "messages": said}
     return replace(trajectory(name, **info), paths=[path])
 
 

@@ -1,51 +1,68 @@
-"""Labels: the value of a step by its outcome, and the text that a process reward model reads."""
+"""Labels: what a decision is worth by what came of it, and the text that a process reward model reads of it."""
 
 from __future__ import annotations
 
 import pytest
 
 from rillflow.agents.agentflow.actions import Decision
-from rillflow.agents.agentflow.collect import Played
+from rillflow.agents.agentflow.collect import Played, Visited
 from rillflow.agents.agentflow.judge import read_score
-from rillflow.agents.agentflow.labels import label_by_returns, split
-from rillflow.agents.agentflow.prm_text import prm_row
+from rillflow.agents.agentflow.labels import balanced, both, by_continuations, by_returns, rows_of, split
 
 LOOK, LOOK_ELSEWHERE = Decision("a", "search", "red pens"), Decision("a", "search", "blue pens")
 GOOD, BAD = Decision("b", "answer", "12"), Decision("b", "answer", "13")
+BEGUN, FOUND = "How many?\nnothing", "How many?\nsearch red pens: 12"
 
 
-def episode(*decisions: Decision, outcome: float, prompt: str = "p") -> Played:
-    return Played("t", prompt, "How many?", decisions, outcome)
+def episode(*states: tuple[str, Decision], outcome: float, prompt: str = "p") -> Played:
+    return Played("t", prompt, "How many?", [Visited(asked, [(taken, None)]) for asked, taken in states], outcome)
 
 
-def test_a_step_is_worth_the_mean_outcome_of_the_episodes_that_took_it() -> None:
-    rows = label_by_returns(
+def test_returns_are_the_mean_outcome_of_the_episodes_that_took_a_decision_in_a_state() -> None:
+    labels = by_returns(
         [
-            episode(LOOK, GOOD, outcome=1.0),
-            episode(LOOK, BAD, outcome=0.0),
-            episode(LOOK, GOOD, outcome=1.0),
-            episode(LOOK_ELSEWHERE, GOOD, outcome=0.0),
-            episode(LOOK, outcome=0.0, prompt="another"),
+            episode((BEGUN, LOOK), (FOUND, GOOD), outcome=1.0),
+            episode((BEGUN, LOOK), (FOUND, BAD), outcome=0.0),
+            episode((BEGUN, LOOK_ELSEWHERE), outcome=-3.0),
+            episode((BEGUN, LOOK), outcome=0.25, prompt="another"),
         ]
     )
-    labels = [[round(step["label"], 3) for step in row["steps"]] for row in rows]
-    assert labels == [[0.667, 1.0], [0.667, 0.0], [0.667, 1.0], [0.0, 0.0], [0.0]]
-
-
-def test_outcomes_are_cut_to_what_a_label_may_be() -> None:
-    (row,) = label_by_returns([episode(LOOK, outcome=-3.0)])
-    assert row["steps"][0]["label"] == 0.0
-
-
-def test_the_text_is_the_question_and_the_decisions_and_nothing_of_the_world() -> None:
-    assert prm_row(" How many?\n", [LOOK, Decision("so\nthen", "answer", "12\n")]) == {
-        "prompt": "How many?\n",
-        "steps": [{"text": "a > search: red pens"}, {"text": "so then > answer: 12"}],
+    assert labels == {
+        ("p", BEGUN, LOOK): 0.5,
+        ("p", FOUND, GOOD): 1.0,
+        ("p", FOUND, BAD): 0.0,
+        ("p", BEGUN, LOOK_ELSEWHERE): 0.0,
+        ("another", BEGUN, LOOK): 0.25,
     }
 
 
+def test_continuations_label_every_sampled_decision_and_both_is_the_mean() -> None:
+    played = Played("t", "p", "How many?", [Visited(BEGUN, [(LOOK, 0.5), (LOOK_ELSEWHERE, 0.0), (GOOD, None)])], 1.0)
+    labels = by_continuations([played])
+    assert labels == {("p", BEGUN, LOOK): 0.5, ("p", BEGUN, LOOK_ELSEWHERE): 0.0}
+    assert both(labels, {("p", BEGUN, LOOK): 1.0}) == labels | {("p", BEGUN, LOOK): 0.75}
+
+
+def test_the_text_holds_earlier_results_and_not_that_of_the_decision() -> None:
+    played = episode((BEGUN, LOOK), (FOUND, GOOD), outcome=1.0)
+    first, second = rows_of([played], by_returns([played]))
+    assert first["messages"] == [{"role": "user", "content": BEGUN}]
+    assert first["steps"] == [{"messages": [{"role": "assistant", "content": LOOK.written()}], "label": 1.0}]
+    assert "12" in second["messages"][0]["content"]
+    blind = rows_of([played], by_returns([played]), results=False)[1]
+    assert blind["messages"] == [{"role": "user", "content": "How many?\nsearch red pens"}]
+
+
+def test_the_rarer_class_is_repeated() -> None:
+    played = [episode((f"{number}", LOOK), outcome=float(number == 0)) for number in range(5)]
+    rows = rows_of(played, by_returns(played))
+    labels = [row["steps"][0]["label"] for row in balanced(rows)]
+    assert labels.count(1.0) == labels.count(0.0) == 4
+    assert balanced(rows[1:]) == rows[1:], "one class alone cannot be balanced"
+
+
 def test_no_prompt_is_both_learned_from_and_held_out() -> None:
-    episodes = [episode(LOOK, outcome=1.0, prompt=f"p{number // 2:02d}") for number in range(40)]
+    episodes = [episode((BEGUN, LOOK), outcome=1.0, prompt=f"p{number // 2:02d}") for number in range(40)]
     train, apart = split(episodes, 10)
     assert len(train) == 36
     assert len(apart) == 4

@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 import pytest
-from flow_world import COUNTS, FIRST, NO, PAYLOAD, SECOND, TRUTH, YES, played, says
+from flow_world import COUNTS, FIRST, NO, PAID, PAYLOAD, SECOND, TRUTH, YES, played, says
 
-from rillflow.agents.agentflow.collect import decisions_of
+from rillflow.agents.agentflow.collect import states_of
 from rillflow.errors import ConfigError
 from rillflow.examples import tally
 
 SUM = f"{COUNTS[0]}+{COUNTS[1]}"
 GOOD = (
-    says("search", FIRST), NO, says("search", SECOND), NO, says("code", SUM), YES, says("answer", TRUTH),
+    says("search", FIRST), NO, says("search", SECOND), NO, says("code", SUM), YES, says("answer", PAID),
 )  # fmt: skip
 
 
 async def test_planner_executor_and_verifier_find_the_answer() -> None:
     seen = await played(*GOOD)
-    assert seen.answer == TRUTH
+    assert seen.answer == PAID
     assert tally.reward(PAYLOAD, seen.answer) == 1.0
     assert f"search {FIRST}: {COUNTS[0]}" in seen.script.prompts[2]
     assert f"code {SUM}: {TRUTH}" in seen.script.prompts[5]
@@ -28,9 +28,10 @@ async def test_every_answer_is_a_sequence_of_its_own_and_says_whose_it_is() -> N
     seen = await played(*GOOD)
     agents = [sample.agent for sample in seen.record.samples("planner")]
     assert agents == ["planner", "verifier", "planner", "verifier", "planner", "verifier", "planner"]
-    assert [decision.action for decision in decisions_of(seen.record.transcript())] == [
-        "search", "search", "code", "answer",
-    ]  # fmt: skip
+    states = states_of(seen.record.transcript())
+    assert [state.taken.action for state in states] == ["search", "search", "code", "answer"]
+    assert f"search {FIRST}: {COUNTS[0]}" not in states[0].prompt
+    assert f"search {FIRST}: {COUNTS[0]}" in states[1].prompt
 
 
 async def test_an_answer_of_the_planner_ends_the_task_without_the_verifier() -> None:
@@ -50,6 +51,11 @@ async def test_two_malformed_answers_cost_a_step_and_nothing_else() -> None:
     bad = ("no JSON", says("fly", "away"))
     seen = await played(*bad, says("search", FIRST), NO, *bad, max_steps=3)
     assert seen.answer == str(COUNTS[0])  # the fallback: the last thing that a tool said
+
+
+async def test_without_a_fallback_only_the_planner_answers() -> None:
+    seen = await played(says("search", FIRST), says("think", "hm"), max_steps=2, verifier="none", fallback=False)
+    assert seen.answer is None
 
 
 async def test_an_episode_without_any_result_has_no_answer() -> None:
@@ -85,6 +91,8 @@ async def test_actions_may_have_other_names_than_their_tools() -> None:
         ({"max_step": 3}, "max_steps"),
         ({"actions": {"look": "telescope"}}, "search"),
         ({"actions": {"think": "code"}}, ""),
+        ({"process_reward": {}}, "either model or continuations"),
+        ({"process_reward": {"continuations": 2}}, "check"),
     ],
 )
 async def test_options_that_do_not_fit_are_refused_with_what_would(options: dict[str, object], named: str) -> None:

@@ -4,26 +4,34 @@ from __future__ import annotations
 
 import asyncio
 import json
+import shutil
 import threading
 import time
 from functools import cache
 from pathlib import Path
+from typing import Any
 
+import msgspec
 import pytest
 import torch
-from flow_world import FIRST, NO, PAYLOAD, played, says
+from flow_world import FIRST, NO, PAID, PAYLOAD, played, says
 
-from rillflow.agents.agentflow.actions import parse
+from rillflow.agents.agentflow.actions import Decision, parse
+from rillflow.agents.agentflow.collect import states_of
+from rillflow.agents.agentflow.loop import check_recipe
 from rillflow.agents.agentflow.prm_text import prm_row
 from rillflow.agents.rewards.process import ProcessReward
+from rillflow.config import load_recipe
 from rillflow.errors import ConfigError, RewardError
 from rillflow.trainer.supervised.reward_model import RewardModel
 from rillflow.weights.models import load_scalar_model, load_tokenizer
+from rillflow.weights.reward_facts import FILE, Quality, RewardFacts
 
 ROWS = [
     {"prompt": "How many pens?\n", "steps": [{"text": "a > search: red pens"}, {"text": "b > answer: 12"}]},
     {"prompt": "How many cups are in the red box?\n", "steps": [{"text": "think > think: more"}]},
 ]
+SAID = [prm_row("How many pens?", Decision("a", "search", "red pens")), prm_row("How?", Decision("b", "answer", "1"))]
 
 
 @pytest.fixture(scope="module")
@@ -41,9 +49,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 async def test_it_gives_the_numbers_of_the_trainers_reward_model(folder: str) -> None:
-    expected = RewardModel.load(folder, device="cpu").score_steps(ROWS)
-    found = await ProcessReward(folder, device="cpu").score(ROWS, 60)
-    assert [len(row) for row in found] == [2, 1]
+    rows = [*ROWS, *SAID]
+    expected = RewardModel.load(folder, device="cpu").score_steps(rows)
+    found = await ProcessReward(folder, device="cpu").score(rows, 60)
+    assert [len(row) for row in found] == [2, 1, 1, 1]
     for mine, theirs in zip(found, expected, strict=True):
         assert mine == pytest.approx(theirs, abs=1e-5)
 
@@ -64,20 +73,74 @@ async def test_too_late_and_too_long_are_no_reward(folder: str) -> None:
         await model.score([{"prompt": "x" * 4000, "steps": [{"text": "y"}]}], 60)
 
 
-def test_a_folder_that_is_no_process_reward_model_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="no process reward model"):
+def test_a_folder_that_is_not_a_process_reward_model_is_refused() -> None:
+    with pytest.raises(ConfigError, match="not a process reward model"):
         ProcessReward("tiny", device="cpu")
+
+
+@pytest.mark.parametrize(
+    ("quality", "said"),
+    [
+        (None, "never measured"),
+        (Quality(0.5, 0.0, 0, 0.1), "never measured"),
+        (Quality(0.58, 0.09, 40, 0.1), "0.58 ± 0.09 of 40"),
+        (Quality(0.58, 0.02, 400, 0.1), ""),
+    ],
+)
+def test_a_model_that_does_not_rank_above_chance_is_refused_by_name(
+    folder: str, tmp_path: Path, quality: Quality | None, said: str
+) -> None:
+    made = shutil.copytree(folder, tmp_path / "prm")
+    (made / FILE).write_bytes(msgspec.json.encode(RewardFacts(task="process_reward", quality=quality)))
+    recipe = load_recipe("agentflow_pro", [f"options.process_reward.model={made}"])
+    ungated = load_recipe(
+        "agentflow_pro", [f"options.process_reward.model={made}", "options.process_reward.gate=false"]
+    )
+    check_recipe(ungated)
+    if not said:
+        check_recipe(recipe)
+        return
+    with pytest.raises(ConfigError, match=said) as caught:
+        check_recipe(recipe)
+    assert str(made) in str(caught.value)
 
 
 async def test_each_answer_of_the_planner_gets_its_own_score_and_malformed_ones_nothing(folder: str) -> None:
     texts = [says("search", FIRST), says("answer", "12")]
-    seen = await played("no JSON", texts[0], NO, texts[1], process_reward=folder)
+    seen = await played("no JSON", texts[0], NO, texts[1], process_reward={"model": folder, "actions": 1})
     decisions = [decision for text in texts if (decision := parse(text))]
-    (scores,) = await ProcessReward(folder, device="cpu").score([prm_row(PAYLOAD["question"], decisions)], 60)
-    rewards = [sample.reward for sample in seen.record.samples("planner")]
-    assert rewards[0] == 0.0
-    assert rewards[2] is None
-    assert [rewards[1], rewards[3]] == pytest.approx(scores, abs=1e-5)
+    states = [state.prompt for state in states_of(seen.record.transcript())]
+    rows = [prm_row(state, decision) for state, decision in zip(states, decisions, strict=True)]
+    scores = [score for (score,) in await ProcessReward(folder, device="cpu").score(rows, 60)]
+    assert str(PAYLOAD["stock"][PAYLOAD["boxes"][0]][PAYLOAD["item"]]) in states[1], "the result of the first decision"
+    assert seen.rewards("verifier") == [None]
+    malformed, *rewards = seen.rewards()
+    assert malformed == 0.0
+    assert rewards == pytest.approx(scores, abs=1e-5)
+
+
+async def test_the_outcome_is_mixed_in_where_it_is_known(folder: str) -> None:
+    look, other, right, wrong = (
+        says("search", FIRST),
+        says("think", "hm"),
+        says("answer", PAID),
+        says("answer", "1+1=2"),
+    )
+    common: dict[str, Any] = {"verifier": "none", "check": "rillflow.examples.tally:reward"}
+    script = (look, other, wrong, right)
+    plain, mixed = [
+        (
+            await played(
+                *script, process_reward={"model": folder, "actions": 2, "least": 0.0, "outcome": weight}, **common
+            )
+        )
+        for weight in (0.0, 0.5)
+    ]
+    scores, rewards = plain.rewards(), mixed.rewards()
+    assert rewards[0] == pytest.approx(scores[0] / 2, abs=1e-5), "it was carried out, and the episode failed"
+    assert rewards[1] == pytest.approx(scores[1], abs=1e-5), "nobody knows what would have come of it"
+    assert rewards[2] == pytest.approx(scores[2] / 2, abs=1e-5)
+    assert rewards[3] == pytest.approx(scores[3] / 2 + 0.5, abs=1e-5), "an answer that was not given, but is right"
 
 
 async def test_however_many_episodes_end_at_once_the_model_is_loaded_once_and_beside_the_loop(
@@ -92,11 +155,13 @@ async def test_however_many_episodes_end_at_once_the_model_is_loaded_once_and_be
         return ProcessReward(folder, device="cpu")
 
     monkeypatch.setattr(ProcessReward, "shared", staticmethod(slow))
-    await asyncio.gather(*(played(says("answer", "12"), process_reward=folder) for _ in range(4)))
+    await asyncio.gather(
+        *(played(says("answer", "12"), process_reward={"model": folder, "actions": 1}) for _ in range(4))
+    )
     assert len(threads) == 1
     assert threads[0] != threading.main_thread().name
 
 
 async def test_evaluations_need_no_process_reward(folder: str) -> None:
-    seen = await played(says("answer", "12"), process_reward="nowhere", lane="eval")
+    seen = await played(says("answer", "12"), process_reward={"model": "nowhere"}, lane="eval")
     assert [sample.reward for sample in seen.record.samples("planner")] == [None]

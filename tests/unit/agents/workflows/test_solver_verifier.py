@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from rillflow.agents.workflows.solver_verifier import play, verdict_of
+from rillflow.agents.workflows.solver_verifier import check_recipe, play, verdict_of
+from rillflow.config import load_recipe
 from rillflow.errors import ConfigError, WorkflowError
 from team_play import TeamPlayed, in_turn, play_team
 
@@ -42,6 +43,35 @@ async def test_each_answer_has_its_own_reward(
     assert episode.rewards == {"solver": trajectory, "verifier": judged}
     assert episode.reward == trajectory
     assert episode.metrics == {"first": solved[0], "retried": float(len(solver) == 2)}
+
+
+@pytest.mark.parametrize(
+    ("solver", "verifier", "trained", "others", "trajectory"),
+    [
+        (["7", "3"], [APPROVE, REJECT], [1.0, 1.0], [], 1.0),
+        (["3", "7", "7"], [REJECT, REJECT], [1.0, 0.0], [], 1.0),
+        (["7", "7"], [APPROVE], [], [1.0], 1.0),
+        (["3", "3"], [APPROVE], [], [0.0], 0.0),
+    ],
+)
+async def test_balanced_verdicts_are_trained_on_one_right_and_one_wrong_answer(
+    solver: list[str], verifier: list[str], trained: list[float], others: list[float], trajectory: float
+) -> None:
+    policies = {"solver": in_turn(solver), "verifier": in_turn(verifier)}
+    roles = {"unbalanced": "verifier"}
+    episode = await play_team(play, PAYLOAD, policies, roles=roles, options=OPTIONS | {"balance": True})
+    assert episode.of("verifier") == trained
+    assert episode.of("unbalanced") == others
+    assert len(episode.of("solver")) == len(solver)
+    assert episode.reward == trajectory
+
+
+def test_balance_needs_a_role_whose_verdicts_are_not_trained() -> None:
+    check_recipe(load_recipe("solver_verifier"))
+    check_recipe(load_recipe("solver_verifier_gpu"))
+    for wrong in ("untrained=[]", "roles={}", "roles={unbalanced: solver}"):
+        with pytest.raises(ConfigError, match=r"options\.balance"):
+            check_recipe(load_recipe("solver_verifier", [wrong]))
 
 
 async def test_who_sees_what() -> None:

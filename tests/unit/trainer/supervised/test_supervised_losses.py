@@ -15,15 +15,9 @@ from rillflow.examples import stockroom_lessons
 from rillflow.trainer.batches import Databuffer
 from rillflow.trainer.parallel.peers import Alone
 from rillflow.trainer.supervised.examples import Examples, read_examples
-from rillflow.trainer.supervised.functions import (
-    area_under_curve,
-    correlation,
-    evaluate,
-    pair_losses,
-    pair_slopes,
-    step_losses,
-)
+from rillflow.trainer.supervised.functions import evaluate, pair_losses, pair_slopes, step_losses
 from rillflow.trainer.supervised.main import Trained, assemble
+from rillflow.trainer.supervised.quality import area_under_curve, calibration_error, correlation, ranking_of
 from rillflow.weights.model_folder import model_folder
 
 CPU = torch.device("cpu")
@@ -182,3 +176,35 @@ def test_step_losses_take_soft_labels() -> None:
     score, label = torch.tensor([0.3, -2.0]), torch.tensor([0.7, 0.1])
     expected = -(label * score.sigmoid().log() + (1 - label) * (1 - score.sigmoid()).log())
     torch.testing.assert_close(step_losses(score, label, "bce"), expected)
+
+
+def test_ranking_is_over_states_that_have_steps_with_different_labels() -> None:
+    state = np.array([1.0, 1, 1, 2, 2, 3, 3])
+    label = np.array([1.0, 0, 0, 1, 0, 1, 1])
+    score = np.array([0.9, 0.1, 0.95, 0.4, 0.4, 0.0, 1.0])
+    found = ranking_of(score, label, state)
+    assert (found["ranking"], found["ranked_states"]) == (0.5, 2), "one of two pairs, and a tie"
+    assert found["ranking_error"] > 0
+    nothing = ranking_of(label, label, np.arange(7.0))
+    assert nothing == {"ranking": 0.5, "ranking_error": 0.0, "ranked_states": 0.0}
+    good = np.tile([1.0, 0.0], 50)
+    found = ranking_of(good, good, np.repeat(np.arange(50.0), 2))
+    assert (found["ranking"], found["ranked_states"]) == (1.0, 50)
+    assert 0 < found["ranking_error"] < 0.1
+
+
+def test_calibration_is_the_distance_of_scores_from_labels() -> None:
+    assert calibration_error(np.full(10, 0.7), np.array([1.0] * 7 + [0.0] * 3)) == pytest.approx(0.0)
+    assert calibration_error(np.full(10, 0.9), np.zeros(10)) == pytest.approx(0.9)
+
+
+def test_steps_of_one_state_are_known_by_their_question_and_the_steps_before() -> None:
+    rows = [
+        {"prompt": "2 + 3?", "steps": [{"text": "five", "label": 1.0}, {"text": "done", "label": 1.0}]},
+        {"prompt": "2 + 3?", "steps": [{"text": "six", "label": 0.0}, {"text": "done", "label": 0.0}]},
+        {"prompt": "2 + 4?", "steps": [{"text": "six", "label": 1.0}]},
+    ]
+    examples = read_examples(Listed(rows), "", fit_recipe("process_reward"), writer(), 512)
+    first, second, third = (group.columns["state_N"] for group in examples.groups)
+    assert first[0] == second[0] != third[0]
+    assert first[1] != second[1]
