@@ -20,7 +20,7 @@ class Coalesced(Generic[Item, Answer]):
     """`call(items, deadline)` answers each item with its result or with an error of its own, in the same order.
 
     Belongs to one event loop. The longest of the callers' deadlines is the call's, so that no item is given up before
-    its time; nobody waits longer than their own.
+    its time; no caller waits longer than their own.
     """
 
     def __init__(

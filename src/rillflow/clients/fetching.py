@@ -1,6 +1,6 @@
 """An engine that fetches a whole version says so, and that version stays in the store meanwhile.
 
-Nothing depends on it: without an answer it fetches all the same, and plans anew where a file has gone.
+Nothing depends on it: without an answer it fetches all the same, and plans again where a file has gone.
 """
 
 from __future__ import annotations

@@ -24,7 +24,7 @@ from rillflow.types import Row, UnitInfo, Units
 __all__ = ["GET_LIMIT", "UNIT_ID_FILE", "Arrays", "DamagedRows", "PayloadReader"]
 
 READ_DEADLINE = 120.0
-PATIENCE = 3.0  # seconds in which a unit that nobody knows may be heard of: who tells of them may just have started
+PATIENCE = 3.0  # seconds in which an unknown unit may report: the service may just have started
 _PAUSE = 0.1
 # Mapped and verified at once, without a thread: it would hold the interpreter's lock all the time, and waking it costs
 # more than it takes. Longer work yields to others in between.

@@ -17,7 +17,7 @@ from rillflow.types import AskTurn, TurnReply
 log = logging.getLogger(__name__)
 
 ANSWER = 2.0  # seconds that the service has for an answer
-LONGEST = 60.0  # a whole load of a large model by who is first, and not for ever
+LONGEST = 60.0  # bounds a whole load of a large model by the first engine
 _WAIT = 1.0  # that one question may wait for a turn
 _RENEW = 1.5  # between two words of an engine that still changes its weights
 

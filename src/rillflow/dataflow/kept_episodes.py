@@ -25,7 +25,7 @@ from rillflow.types import CommitBatch, FailTask, KeptTokens, Lane, Prompt, Row
 
 @dataclass(frozen=True)
 class KeptSample:
-    """A sample of a kept episode; `told` has the trainer's values."""
+    """A sample of a kept episode, with the trainer's values."""
 
     policy: str
     row: Row

@@ -1,9 +1,9 @@
 """An append-only log of frames, each of which belongs to an owner, in the segment files of a folder.
 
-What `sync` was awaited for is on disk. Frames that come while a write is under way share the next one, so that many
-owners pay for one sync. A write that fails leaves nothing behind, and everything that was added behind it fails with
-it: the log always holds all that was added up to some moment. The exception are frames that are *owed*, which nobody
-would add again: the next write brings them along. A file is dropped once none of its owners is alive.
+After `sync`, all earlier frames are on disk. Frames that come while a write is under way share the next one, so that
+many owners pay for one sync. A write that fails leaves nothing behind, and everything that was added behind it fails
+with it: the log always holds all that was added up to some moment. The exception are frames that are *owed*, which
+nobody would add again: the next write brings them along. A file is dropped once none of its owners is alive.
 
 A frame is a record of one column (see `records`), whose name is its owner and kind. The column ends in a byte other
 than zero. So reading tells a torn tail (a process or a machine died while it wrote: nobody was told that this was kept)

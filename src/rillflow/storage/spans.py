@@ -1,4 +1,4 @@
-"""What a worker did when: its states over time, as JSON lines in RUN/timeline/WORKER.jsonl.
+"""A worker's states over time, as JSON lines in RUN/timeline/WORKER.jsonl.
 
 Invariants: at every moment a worker is in exactly one state, the strongest of what it does, or idle; the lines of a
 file do not overlap and come in order. A kill loses at most the last `FLUSH` seconds. Neither the buffer nor the file
@@ -60,7 +60,8 @@ class Spans(Protocol):
 class SpanLog:
     """Writes the states of one worker. Safe to use from several threads; `begin` and `end` take microseconds.
 
-    Things done at once are told apart by name: a worker whose engine samples while weights are loaded is at `load`.
+    Concurrent activities are distinguished by name: a worker whose engine samples while weights are loaded is at
+    `load`.
     """
 
     def __init__(self, path: Path, *, clock: Clock | None = None, bound: int = BOUND, flush: float = FLUSH) -> None:

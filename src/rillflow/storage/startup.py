@@ -1,4 +1,4 @@
-"""What a process does while it starts, for the people who wait for it: RUN/starting/PROCESS.json.
+"""The stages of a process's start, for people who wait for it: RUN/starting/PROCESS.json.
 
 A process names each stage of its start as it begins (`importing torch`, `loading the model`) and says that it is
 `ready` at the end; a process that is started again begins with its first stage. A reader sees one stage or the next,

@@ -28,7 +28,7 @@ _SAME_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def fingerprint(tensor: torch.Tensor, first_word: int = 0) -> int:
-    """Of a tensor, or the partial sum of the part of one that begins at the word `first_word`."""
+    """Return the fingerprint of a tensor, or the partial sum of its part that begins at the word `first_word`."""
     if tensor.is_cuda and kernels.enabled("delta_gpu"):
         from rillflow.kernels.delta import gpu
 
@@ -55,7 +55,7 @@ def plain(tensor: torch.Tensor, first_word: int = 0) -> int:
 
 
 def gained(base: torch.Tensor, new: torch.Tensor, first_word: int = 0) -> int:
-    """What a fingerprint gains, modulo 2**64, when `base` becomes `new`, of the same dtype and shape."""
+    """Return the change of a fingerprint, modulo 2**64, when `base` becomes `new`, of the same dtype and shape."""
     if base.dtype != new.dtype or base.shape != new.shape:
         raise WeightsError(
             f"a tensor was {base.dtype} {tuple(base.shape)} and is {new.dtype} {tuple(new.shape)}",

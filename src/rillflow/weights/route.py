@@ -30,7 +30,7 @@ def route(entries: Mapping[int, Entry], have: int | None, want: int, mode: Mode 
     """Return the route from `have` (None: nothing) to `want` with the fewest bytes.
 
     With mode `delta` it starts from `have` if that is possible, with mode `full` never, and then it has as few deltas
-    as possible. WeightsError if there is no route.
+    as possible. Raises WeightsError if no route exists.
     """
     if have == want:
         return Route(None, (), 0)

@@ -50,7 +50,8 @@ class Hooks:
         self._told: deque[Exception] = deque(maxlen=64)  # errors that were logged lately
 
     def run_beside(self, seconds: float) -> Beside | None:
-        """Run users' hooks beside the event loop from now on, each call for so long; None where there are none."""
+        """Run users' hooks beside the event loop from now on, each call for at most `seconds`; None if there are no
+        such hooks."""
         hooks = [self.sampler, *(hook for _, hook in (*self.filters, *self.curators))]
         self._beside = Beside(seconds, _is_users) if any(map(_is_users, hooks)) else None
         return self._beside
@@ -107,7 +108,7 @@ class Hooks:
             except Exception as error:
                 self._complain(f"filter {name}", f"could not judge group {group.id}", error)
                 return "failed", f"filter {name} raised {type(error).__name__}"
-            if isinstance(kept, str) or not kept:  # numpy's True is no `True`
+            if isinstance(kept, str) or not kept:  # numpy's True is not `True`
                 return "filtered", str(kept or name)[:_LONGEST_CAUSE]
         return "ready", ""
 
@@ -133,7 +134,7 @@ class Hooks:
         return picked
 
     def replay(self, pool: Sequence[ReadyGroup], groups: int) -> list[str]:
-        """What a new batch of `groups` groups gets again; nothing where the sampler does not replay."""
+        """Return the replayed groups of a new batch of `groups` groups; none if the sampler does not replay."""
         if self.replayer is None:
             return []
         work = partial(self._replay, self.replayer, pool, groups)
@@ -183,14 +184,14 @@ class Hooks:
 
 
 def _is_users(hook: object) -> bool:
-    """Whether a hook is not one of ours, which are quick."""
+    """Return whether a hook is the user's; ours are quick."""
     if isinstance(hook, Replay):
         return _is_users(hook.fresh)
     return isinstance(hook, FunctionFilter) or not type(hook).__module__.startswith("rillflow.")
 
 
 def _seen(group: Group) -> tuple[str, str, tuple[float, ...], tuple[int, ...]]:
-    """What tells a group from itself after some of its episodes were played again."""
+    """Return a key that changes if episodes of the group are played again."""
     return group.id, group.policy, tuple(group.rewards), tuple(group.lengths)
 
 

@@ -190,7 +190,7 @@ class Database:
 
     def checkpoint(self) -> bool:
         """Copy the log into the database's file, as far as no reader uses it; return whether all of it was copied. Only
-        then the log begins anew, with the next transaction that begins. Any thread may call it, one at a time."""
+        then is the log reset, by the next transaction. Any thread may call it, one at a time."""
         try:
             if self._copier is None:
                 self._copier = sqlite3.connect(self.path, isolation_level=None, check_same_thread=False)

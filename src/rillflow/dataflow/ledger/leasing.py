@@ -102,8 +102,8 @@ class Leasing(Part):
     # ------------------------------------------------------------ how many
 
     def allowance(self, me: Node, versions: Versions, want: int, *, training: bool) -> Allowance:
-        """Return how many tasks the node may hold, by how old its oldest weights are and how it has done so far. One
-        that has not told its capacity has what it holds and wants."""
+        """Return how many tasks the node may hold, by how old its oldest weights are and how it has done so far. The
+        capacity of a node that has not reported one is what it holds and wants."""
         heads = self._lineage.heads
         ages = [(max(0, heads[p] - versions[p]), b) for p in heads if (b := self._bound(p)) is not None]
         behind, bound = max(ages, key=lambda age: age[0] / (age[1] + 1), default=(0, 0))

@@ -1,8 +1,8 @@
 """A storage unit in a folder: payload columns in append-only segments.
 
-The unit's id is drawn once and lies in the folder, so a reader that finds the same path on another host, or the
-path of another run, does not take it for this unit. Whoever is on this host may write into the folder beside the
-unit (`clients.units.LocalWriter`).
+The unit's id is drawn once and lies in the folder, so a reader that finds the same path on another host, or the path of
+another run, does not take it for this unit. Processes on this host may write into the folder beside the unit
+(`clients.units.LocalWriter`).
 """
 
 from __future__ import annotations

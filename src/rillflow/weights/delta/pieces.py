@@ -37,7 +37,7 @@ class Made(NamedTuple):
 
 
 def can_begin(first: int, itemsize: int) -> bool:
-    """Whether a part may begin at this weight."""
+    """Return whether a part may begin at this weight."""
     return first * itemsize % WORD == 0
 
 

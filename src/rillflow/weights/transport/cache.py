@@ -48,7 +48,7 @@ class Spans:
         self._ends[first:last] = [end]
 
     def reach(self, start: int) -> int:
-        """Return the end of the bytes from `start` on without a gap; `start` itself if there are none."""
+        """Return the end of the bytes from `start` on without a gap; `start` itself if none follow."""
         found = bisect.bisect_right(self._starts, start) - 1
         return max(start, self._ends[found]) if found >= 0 else start
 

@@ -99,7 +99,7 @@ class Download:
 
     def _blame(self, error: CorruptData) -> None:
         """Find the server that sent wrong bytes. With several servers, one is asked alone next. Bytes of an earlier
-        process may have been lost, so they blame nobody."""
+        process may have been lost, so no server is blamed for them."""
         givers, self._givers = self._givers, set()
         if self._resumed:
             return

@@ -113,7 +113,7 @@ class HttpSource:
             return self._following
 
     async def _follow(self) -> None:
-        """Follow the line until there are no callers, or the servers fail: the next caller gets the error."""
+        """Follow the line while there are callers, until the servers fail: the next caller gets the error."""
         while self._clock.monotonic() - self._asked < _FOLLOWED:
             await self._ask_line(_WAIT)
             await asyncio.sleep(_LEAST_PAUSE)  # some servers answer at once

@@ -195,7 +195,7 @@ class Landing:
 
 
 def clear(piece: Piece, many: int) -> None:
-    """Write zeros, so many by each program."""
+    """Write zeros, a fixed number by each program."""
     kernel(places.clear, MANY=many)((-(-piece.number // many),), piece, piece.number)
 
 
@@ -205,7 +205,7 @@ def land(source: Piece, to: Piece, many: int = 1024) -> None:
 
 
 class Waiting(Protocol):
-    """What a batch waits for."""
+    """The work that a batch waits for."""
 
     def wait(self) -> Any: ...
 

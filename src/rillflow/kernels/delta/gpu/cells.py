@@ -41,7 +41,7 @@ def at_least(high, low, limit, sums):
 
 @triton.jit
 def in_byte(sums, byte: tl.constexpr):
-    """What `at_least` has counted, in a byte of a number."""
+    """Return the counts of `at_least`, in the bytes of a number."""
     return sums >> 7 if byte == 0 else sums << (8 * byte - 7)
 
 

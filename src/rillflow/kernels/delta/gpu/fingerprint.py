@@ -14,7 +14,7 @@ _MASK = (1 << 64) - 1
 
 
 def fingerprint_gpu(tensor: torch.Tensor, first_word: int = 0) -> int:
-    """Of a tensor of any dtype, or of a part of one that begins at its word `first_word`."""
+    """Return the fingerprint of a tensor of any dtype, or of its part that begins at the word `first_word`."""
     return fingerprints_gpu([(tensor, first_word)])[0]
 
 

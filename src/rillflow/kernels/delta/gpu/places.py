@@ -57,14 +57,14 @@ def spread(rows, table, owner, MANY: tl.constexpr):
 
 @triton.jit(do_not_specialize=["number"])
 def land(source, to, number, MANY: tl.constexpr):
-    """Copy so many numbers."""
+    """Copy numbers."""
     i = tl.program_id(0) * MANY + tl.arange(0, MANY)
     tl.store(to + i, tl.load(source + i, mask=i < number, other=0), mask=i < number)
 
 
 @triton.jit(do_not_specialize=["number"])
 def clear(to, number, MANY: tl.constexpr):
-    """Write so many zeros."""
+    """Write zeros."""
     i = tl.program_id(0).to(tl.int64) * MANY + tl.arange(0, MANY)
     tl.store(to + i, tl.zeros([MANY], to.dtype.element_ty), mask=i < number)
 

@@ -17,7 +17,7 @@ MIX_2 = tl.constexpr(0x94D049BB133111EB)
 
 @triton.jit
 def mixed(words, places, valid):
-    """What each word adds to the fingerprint: `places` count the tensor's words from 0."""
+    """Return each word's term of the fingerprint: `places` count the tensor's words from 0."""
     z = words.to(tl.uint64, bitcast=True) + (places.to(tl.uint64) + 1) * GOLDEN
     z = (z ^ (z >> 30)) * MIX_1
     z = (z ^ (z >> 27)) * MIX_2
