@@ -100,10 +100,11 @@ def _norm_of(module: Any, name: str) -> tuple[torch.Tensor | None, float]:
 
 @cache
 def compile_ahead() -> threading.Thread:
-    """Compile all kernels of a step in a daemon thread, once in a process, while the first batch is waited for.
+    """Compile all kernels of a step in a thread, once in a process, while the first batch is waited for.
 
-    It takes ten seconds, or a moment where the machine code was kept."""
-    thread = threading.Thread(target=_prepare, name="layers", daemon=True)
+    It takes ten seconds, or a moment where the machine code was kept. The process waits for the thread at its end: a
+    daemon thread inside torch would abort it."""
+    thread = threading.Thread(target=_prepare, name="layers")
     thread.start()
     return thread
 

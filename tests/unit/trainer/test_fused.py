@@ -128,6 +128,10 @@ def test_a_rehearsal_compiles_what_a_step_uses() -> None:
     assert [len(loop.signatures) for loop in loops] == known
 
 
+def test_the_process_waits_for_the_compiling_thread_at_its_end() -> None:
+    assert not compile_ahead().daemon  # one inside torch would abort the process
+
+
 def test_extremes_of_gates() -> None:
     model = MODELS["llama"]()
     fuse(model)

@@ -15,11 +15,12 @@ log = logging.getLogger(__name__)
 
 
 class Ahead:
-    """Prepares the encoder for weights of a dtype on a device, in a thread of its own, which ends with the process; for
-    one who `reads` them, on the host, the decoder as well."""
+    """Prepares the encoder for weights of a dtype on a device, in a thread of its own; for one who `reads` them, on the
+    host, the decoder as well. The process waits for the thread at its end, because a
+    daemon thread inside torch would abort it."""
 
     def __init__(self, dtype: torch.dtype, device: torch.device, *, reads: bool = False) -> None:
-        self._thread = threading.Thread(target=_prepare, args=(dtype, device, reads), name="deltas", daemon=True)
+        self._thread = threading.Thread(target=_prepare, args=(dtype, device, reads), name="deltas")
         self._thread.start()
 
     def ready(self) -> bool:
