@@ -87,7 +87,7 @@ class Directory:
 
     async def _ask(self) -> None:
         try:
-            # Who knows units does not wait long for news of them: they may be well while nobody tells of them.
+            # With known units it does not wait long for a new list: they may be well while the service is silent.
             async with asyncio.timeout(FRESH_SECONDS if self._listed else None):
                 self._listed = (await self._units()).units
         except (RillflowError, TimeoutError) as error:

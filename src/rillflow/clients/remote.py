@@ -1,7 +1,7 @@
 """Rows of units on other hosts: byte ranges of segments, or whole calls where a unit has no segments.
 
 Records that lie beside each other are fetched together, several requests run at a time, and the bytes of a segment
-are verified here, as if they had been read from a disk; what a call answers was verified by the unit.
+are verified here, as if they had been read from a disk; the unit has verified the rows of a whole call.
 """
 
 from __future__ import annotations

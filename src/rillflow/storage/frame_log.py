@@ -8,7 +8,7 @@ nobody would add again: the next write brings them along. A file is dropped once
 A frame is a record of one column (see `records`), whose name is its owner and kind. The column ends in a byte other
 than zero. So reading tells a torn tail (a process or a machine died while it wrote: nobody was told that this was kept)
 from damage. It names the owners who lost something: the frame's own, or all that are alive where the owner cannot be
-read. What this does not protect against: a file that is lost or cut back as a whole.
+read. It does not protect against a file that is lost or cut back as a whole.
 """
 
 from __future__ import annotations

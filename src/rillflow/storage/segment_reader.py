@@ -25,9 +25,9 @@ class SegmentReader:
     """Maps segment files and hands out views into them. Any thread may read.
 
     A file stays mapped for as long as a view into it is referred to, also after it was dropped, and no longer: a run
-    has more segments than a process may open files. For the same reason a read of very many segments gets copies of
-    the last ones. What this does not protect against: a file that is cut, or a disk that fails, in the very moment of a
-    read ends the process (SIGBUS).
+    has more segments than a process may open files. For the same reason a read of very many segments gets copies of the
+    last ones. This does not protect against a file that is cut, or a disk that fails, in the very moment of a read,
+    which ends the process (SIGBUS).
     """
 
     def __init__(self, folder: Path) -> None:

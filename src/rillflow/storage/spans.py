@@ -2,8 +2,8 @@
 
 Invariants: at every moment a worker is in exactly one state, the strongest of what it does, or idle; the lines of a
 file do not overlap and come in order. A kill loses at most the last `FLUSH` seconds. Neither the buffer nor the file
-grows beyond its bound: a full file becomes WORKER.jsonl.1, in place of the one before it. A disk that cannot take the
-lines is no reason to stop: they are dropped, which is said once.
+grows beyond its bound: a full file becomes WORKER.jsonl.1, in place of the one before it. If the disk cannot take the
+lines, the worker goes on: they are dropped, which is said once.
 """
 
 from __future__ import annotations

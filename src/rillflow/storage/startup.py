@@ -5,7 +5,7 @@ A process names each stage of its start as it begins (`importing torch`, `loadin
 never half of one. The file is only for show: it is not synced, and a disk that cannot take it stops nothing.
 
 The stage is global to a process, like its log: whatever code does the work may call `doing`. It does nothing before
-`report_to`, so the same code works in tests and in processes that nobody watches.
+`report_to`, so the same code works in tests and in processes without a supervisor.
 """
 
 from __future__ import annotations

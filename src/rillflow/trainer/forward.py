@@ -83,7 +83,7 @@ class ScalarForward:
 
 def _backend(model: PreTrainedModel, config: TrainerConfig) -> str:
     device = next(model.parameters()).device
-    # What is compiled already is not called from Python's loops.
+    # Compiled layers are not called from Python's loops.
     wanted = "sdpa" if config.attention == "auto" and config.compile and device.type == "cpu" else config.attention
     dtype = DTYPES[config.dtype]
     backend = choose(model, wanted, device, dtype=dtype, trees=config.trees)

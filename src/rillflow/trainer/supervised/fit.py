@@ -252,7 +252,7 @@ class Fit:
         return min(bounds)
 
     def heldout(self) -> Mapping[str, float]:
-        """Return how good the model is on the held-out rows now; empty where there are none. Collective."""
+        """Return the model's metrics on the held-out rows; empty without such rows. Collective."""
         if self._heldout is not None and not self._seen:  # a run that was resumed at its end
             self._seen = evaluate(self._recipe, self._trained.learner, self._heldout, self._peers, self._check)
         return self._seen

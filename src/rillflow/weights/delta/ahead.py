@@ -24,7 +24,7 @@ class Ahead:
         self._thread.start()
 
     def ready(self) -> bool:
-        """Whether that has ended. If it has failed, who encodes hears of it."""
+        """Return whether it has ended. If it has failed, the next encoding raises its error."""
         return not self._thread.is_alive()
 
     def wait(self, seconds: float) -> bool:

@@ -69,7 +69,8 @@ def decode(base: torch.Tensor, data: Buffer, known: int | None = None) -> Change
 
 
 def apply(base: torch.Tensor, data: Buffer, known: int | None = None) -> torch.Tensor:
-    """A new tensor, of the shape and on the device of `base`. CorruptData or WeightsError if there is none."""
+    """A new tensor, of the shape and on the device of `base`. Raises CorruptData or WeightsError if it cannot be
+    made."""
     change = decode(base, data, known)
     if change.index_K is None:
         return change.value_K.reshape(base.shape)
@@ -136,7 +137,7 @@ def _encode(old_N: Array, new_N: Array, start: int, layout: Layout) -> _Segment:
 
 
 def _decode(old_N: Array, run: slice, segment: tuple[int, memoryview], layout: Layout) -> tuple[Array, Array, int]:
-    """Where the weights of a run change, counted from its start, to what, and what the fingerprint gains."""
+    """Return the places of changed weights of a run, from its start, their values, and the change of the fingerprint."""
     (kind, data), old_N = segment, old_N[run]
     first_word = run.start * layout.width // 64
     if kind == CODED:

@@ -42,7 +42,8 @@ def can_begin(first: int, itemsize: int) -> bool:
 
 
 def runs(weights: Mapping[Part, torch.Tensor]) -> list[tuple[Part, ...]]:
-    """Which parts share a piece: those of one dtype in their order, up to so many weights. Empty ones are in none."""
+    """Return the parts of each piece: those of one dtype in their order, up to a number of weights. Empty parts are
+    left out."""
     found: dict[torch.dtype, list[list[Part]]] = {}
     for part, tensor in weights.items():
         of_dtype = found.setdefault(tensor.dtype, [[]])
