@@ -137,7 +137,7 @@ def _encode(old_N: Array, new_N: Array, start: int, layout: Layout) -> _Segment:
 
 
 def _decode(old_N: Array, run: slice, segment: tuple[int, memoryview], layout: Layout) -> tuple[Array, Array, int]:
-    """Return the places of changed weights of a run, from its start, their values, and the change of the fingerprint."""
+    """Return the places of changed weights of a run, from its start, their values, and the fingerprint's change."""
     (kind, data), old_N = segment, old_N[run]
     first_word = run.start * layout.width // 64
     if kind == CODED:
