@@ -1,9 +1,9 @@
 """What each compiled kernel of the CPU gains: core milliseconds of a sample with all kernels, and without one of them.
 
 The work is that of `bench.endtoend --case equal`: a Qwen3 of 0.88 million weights, groups of 8 answers of 32 tokens to
-a prompt of 30. `trainer` is forward and backward of 128 samples as trees, `engine` is the sampling of 128 answers, on
-one thread each. Processor time is measured, so other work on the machine matters little. The delta codec is measured by
-the seconds of a version of 135 million weights in bf16 of which 0.5 % changed: encoded by a trainer, decoded by a node.
+a prompt of 30. `trainer` is forward and backward of 128 samples as trees, on one thread. Processor time is measured, so
+other work on the machine matters little. The delta codec is measured by the seconds of a version of 135 million weights
+in bf16 of which 0.5 % changed: encoded by a trainer, decoded by a node.
 
     python -m bench.kernels --json -
 
@@ -13,7 +13,6 @@ Neoverse-N1 (`bench.endtoend`), so a kernel that saves 1.4 of them gains a tenth
 
 from __future__ import annotations
 
-import asyncio
 import os
 import statistics
 import tempfile
@@ -29,16 +28,14 @@ from bench.common import Report, parser
 from bench.tree import Case, make_rows
 from rillflow import kernels
 from rillflow.config import TrainerConfig
-from rillflow.engine.embedded import EmbeddedEngine
 from rillflow.trainer.batches import Databuffer
 from rillflow.trainer.forward import PolicyForward
 from rillflow.trainer.packing import micro_batches
-from rillflow.types import GenerateRequest, Sampling
 from rillflow.weights.delta import decode, encode
 
 PROMPT, SAMPLES = 30, 128
 WEIGHTS, CHANGED = 135_000_000, 0.005
-TRAINER, ENGINE = ("attention", "layers", "softmax"), ("decode",)
+TRAINER = ("attention", "layers")
 
 
 def setting(without: str) -> str:
@@ -59,25 +56,6 @@ def trainer(model: PreTrainedModel) -> Callable[[], float]:
         return 1000 * (time.process_time() - began) / SAMPLES
 
     return measure
-
-
-def engine(model: PreTrainedModel) -> Callable[[], float]:
-    made = EmbeddedEngine(model, slots=SAMPLES, context=96)
-
-    async def one(number: int) -> None:
-        tokens = [(7 * (number // task.GROUP) + at) % 50 for at in range(PROMPT)]
-        sampling = Sampling(max_tokens=task.EQUAL, seed=number)
-        async for _ in made.generate(GenerateRequest(id=str(number), tokens=tokens, sampling=sampling)):
-            pass
-
-    async def all_of_them() -> float:
-        await made.start()
-        began = time.process_time()
-        await asyncio.gather(*(one(number) for number in range(SAMPLES)))
-        return 1000 * (time.process_time() - began) / SAMPLES
-
-    loop = asyncio.new_event_loop()
-    return lambda: loop.run_until_complete(all_of_them())
 
 
 def delta(weights: int) -> Callable[[], float]:
@@ -131,7 +109,6 @@ def main() -> None:
             return made
 
         compare(report, "trainer", TRAINER, lambda: trainer(model()), repeats=repeats, unit="ms/sample")
-        compare(report, "engine", ENGINE, lambda: engine(model()), repeats=repeats, unit="ms/sample")
         size = 2_000_000 if arguments.quick else 16_000_000
         compare(report, "a version by delta", ("delta",), lambda: delta(size), repeats=repeats, unit="s")
     report.finish(arguments.json)

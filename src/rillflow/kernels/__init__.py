@@ -3,11 +3,9 @@
 | kernel | result |
 |---|---|
 | `attention` | attention of packed rows and trees in training, on a CPU |
-| `decode` | attention of a decode step of the embedded engine, on a CPU |
 | `delta` | the coding of weight deltas and their fingerprints, on a CPU |
 | `delta_gpu` | the same on a GPU |
 | `layers` | norms, gates and rotary embeddings in training, on a CPU |
-| `softmax` | the softmax over a vocabulary in training, on a CPU |
 
 Rules: a kernel uses the public interfaces of numba, Triton and torch only. Its docstring says what it gains end to end;
 one that gains less than a tenth is removed. `RILLFLOW_KERNELS` in the environment of a process is `on` (the default),
@@ -23,7 +21,7 @@ from contextlib import AbstractContextManager, nullcontext
 from rillflow.errors import ConfigError
 
 VARIABLE = "RILLFLOW_KERNELS"
-NAMES = ("attention", "decode", "delta", "delta_gpu", "layers", "softmax")
+NAMES = ("attention", "delta", "delta_gpu", "layers")
 
 
 def enabled(name: str) -> bool:

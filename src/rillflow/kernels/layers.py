@@ -2,6 +2,9 @@
 
 torch's operators read and write all activations a dozen times for them. Each function is an autograd function and has
 the same results and gradients as its reference, within float rounding.
+
+What it gains end to end (`bench.kernels`, two cores of a Neoverse-N1): a sample of `bench.endtoend --case equal` costs
+its trainer, which is the slower side there, 9.4 core milliseconds with this kernel and 10.7 without it.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from rillflow import kernels
-from rillflow.kernels import attention, layers, softmax
+from rillflow.kernels import attention, layers
 from rillflow.trainer.attention.interface import check
 from rillflow.trainer.attention.joined import Joined
 from rillflow.trainer.attention.spans import Heads
@@ -124,6 +124,3 @@ def _use() -> None:
     heads = layers.rotate(layers.rms_norm(rows_PD, weight_D, 1e-6).view(8, 1, 8), (weight_D, 1e-6), *turns)
     found = attention.attention(heads, heads, heads, torch.tensor([[0, 8, 0, 8]]), 1.0)
     layers.gate(found, found).sum().backward()  # type: ignore[no-untyped-call]
-    logits_TV, factor_T = torch.zeros(8, 16), torch.ones(8)
-    _, total_T, _ = softmax.stats(logits_TV, torch.arange(8), factor_T)
-    softmax.probabilities_(logits_TV, factor_T, total_T)

@@ -20,7 +20,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from rillflow import kernels
 from rillflow.trainer.attention import decoder
 
 if TYPE_CHECKING:
@@ -142,20 +141,6 @@ def _factor(log_TV: torch.Tensor, piece: _Piece, shape: Shape, stats: _Stats) ->
         return scale_T1
     shaped_TV = (log_TV + stats.total_T[:, None]) * piece.temperature_T[:, None]
     return scale_T1 * (1 - (shaped_TV / shape.cap).square())
-
-
-def _looped_stats(piece: _Piece, shape: Shape) -> _Stats:
-    """As `_stats`, by compiled loops."""
-    from rillflow.kernels import softmax
-
-    return _Stats(*softmax.stats(piece.raw_TV, piece.target_T, shape.scale / piece.temperature_T))
-
-
-def _looped_shares(piece: _Piece, shape: Shape, total_T: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """As `_shares`, by compiled loops, in place of the logits."""
-    from rillflow.kernels import softmax
-
-    return softmax.probabilities_(piece.raw_TV, shape.scale / piece.temperature_T, total_T)
 
 
 _FUNCTIONS: tuple[Callable[..., Any], ...] = (_stats, _slopes, _shares, _scaled)
@@ -281,8 +266,6 @@ class PolicyHead:
         )
         self._keeps = not config.recompute and config.entropy == 0 and self._how.shape.cap is None
         self._known = type(self._head) is torch.nn.Linear and self._agrees()
-        on_cpu = next(model.parameters()).device.type == "cpu" and not config.compile and kernels.enabled("softmax")
-        self._loops = self._known and on_cpu and self._head.bias is None and self._how.shape.cap is None
 
     def __call__(self, hidden_TD: torch.Tensor, target_T: torch.Tensor, temperature_T: torch.Tensor) -> Scores:
         if self._known:
@@ -290,8 +273,6 @@ class PolicyHead:
             few = len(target_T) * weight_VD.shape[0] * hidden_TD.dtype.itemsize <= _FEW
             keep = self._keeps and torch.is_grad_enabled() and (hidden_TD.dtype.itemsize < 4 or few)
             how = replace(self._how, keep=keep)
-            if self._loops and hidden_TD.dtype == torch.float32:
-                how = replace(how, stats=_looped_stats, shares=_looped_shares)
             scores: Scores = _Pieces.apply(hidden_TD, weight_VD, bias_V, target_T, temperature_T, how)  # type: ignore[no-untyped-call]
             return scores
         parts = [

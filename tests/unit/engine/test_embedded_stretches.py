@@ -80,7 +80,7 @@ def test_a_step_in_stretches_gives_what_the_model_gives(
     monkeypatch.setattr(cache_module, "_CALL", call)
     lengths = [5, 90, 7, 40]
     rows = [torch.randint(0, 97, (length + 1,), generator=torch.Generator().manual_seed(length)) for length in lengths]
-    plain = make_model(family).double()  # in float32 a compiled loop reads the rows one by one
+    plain = make_model(family).double()
     with torch.inference_mode():
         expected = torch.stack([plain(row[None]).logits[0, -1] for row in rows])
         model = make_model(family).double()
@@ -93,3 +93,23 @@ def test_a_step_in_stretches_gives_what_the_model_gives(
         batch = cache.decode_batch(last, np.array(lengths), np.ones(4, np.bool_))
         assert (len(batch.stretches) > 1) is several
         torch.testing.assert_close(forward(batch), expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("family", ["qwen3", "qwen2", "llama", "mistral"])
+def test_a_step_gives_what_the_model_gives(make_model: Callable[..., Any], family: str) -> None:
+    """Also beside a row that is not ready, which changes nothing of its own."""
+    lengths = [5, 90, 7, 40]
+    rows = [torch.randint(0, 97, (length + 1,), generator=torch.Generator().manual_seed(length)) for length in lengths]
+    model = make_model(family)
+    with torch.inference_mode():
+        expected = torch.stack([model(row[None]).logits[0, -1] for row in rows])
+        cache = cache_module.make_cache(model, 4, 200)
+        forward = make_forward(model, cache)
+        for slot, row in enumerate(rows):
+            ids, zero = row[None, :-1].numpy(), np.zeros(1, np.int64)
+            forward(cache.prefill_batch(np.array([slot]), ids, zero, np.array([len(row) - 1])))
+        last, ready = np.array([int(row[-1]) for row in rows]), np.array([True, True, False, True])
+        kept = cache._kv_L2SKCD[:, :, 2, :, : cache.context].clone()
+        batch = cache.decode_batch(last, np.where(ready, lengths, 0), ready)
+        torch.testing.assert_close(forward(batch)[ready], expected[ready], rtol=1e-5, atol=1e-5)
+        assert torch.equal(cache._kv_L2SKCD[:, :, 2, :, : cache.context], kept)

@@ -10,10 +10,8 @@ import torch
 
 from rillflow.kernels.attention import attention, paths, reference_attention
 from rillflow.kernels.compile import fastmath
-from rillflow.kernels.decode import attend, reference_attend
 from rillflow.kernels.exponential import exponential
 from rillflow.kernels.layers import gate, reference_gate, reference_rms_norm, reference_rotate, rms_norm, rotate
-from rillflow.kernels.softmax import probabilities_, reference_probabilities, reference_stats, stats
 
 
 def drawn(*shape: int, seed: int = 0, grad: bool = True) -> torch.Tensor:
@@ -64,29 +62,6 @@ def test_attention_of_a_forest(heads: int, shared: int, size: int) -> None:
     tokens = int(length_S.sum())
     parts = [drawn(tokens, heads, size), drawn(tokens, shared, size, seed=1), drawn(tokens, shared, size, seed=2)]
     compared(lambda *x: attention(*x, table, 0.3), lambda *x: reference_attention(*x, table, 0.3), parts)
-
-
-def test_softmax_over_a_vocabulary() -> None:
-    logits_TV, factor_T = 5 * drawn(6, 301, grad=False), torch.linspace(0.3, 2.0, 6)
-    target_T = torch.arange(6) * 50
-    ours, theirs = (function(logits_TV, target_T, factor_T) for function in (stats, reference_stats))
-    for mine, reference in zip(ours, theirs, strict=True):
-        torch.testing.assert_close(mine, reference, rtol=1e-5, atol=1e-5)
-    expected = reference_probabilities(logits_TV, factor_T, theirs[1])
-    torch.testing.assert_close(probabilities_(logits_TV, factor_T, theirs[1]), expected, rtol=1e-5, atol=1e-7)
-
-
-@pytest.mark.parametrize(("heads", "group", "size"), [(2, 2, 32), (1, 7, 8), (1, 5, 25), (2, 4, 80)])
-def test_attention_of_a_decode_step(heads: int, group: int, size: int) -> None:
-    length_R, write_R = np.array([1, 2, 5, 40, 9]), np.array([0, 1, 40, 39, 3])
-    keys, values = (drawn(8, heads, 41, size, seed=seed, grad=False).numpy() for seed in (0, 1))
-    qkv_RAD = drawn(len(length_R), heads * (group + 2), size, grad=False)
-    found = []
-    for function in (attend, reference_attend):
-        held = keys.copy(), values.copy()
-        found.append((function(qkv_RAD, *held, write_R, length_R, 0.3), *map(torch.from_numpy, held)))
-    for mine, reference in zip(*found, strict=True):
-        torch.testing.assert_close(mine, reference, rtol=0, atol=5e-6)
 
 
 def test_exponential() -> None:

@@ -14,15 +14,12 @@ read, X hidden size, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, Protocol
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-from rillflow import kernels
 from rillflow.engine.embedded.cache import Batch, KVCache
 from rillflow.errors import EngineError
 
@@ -139,24 +136,12 @@ class LeanForward:
         self._norm = model.model.norm
         self._head: torch.Tensor = model.lm_head.weight
         self._head_bias: torch.Tensor | None = model.lm_head.bias
-        cache.compiled = cache.compiles
-        self._attend_columns = self._compiled(self._layers[0]) if cache.compiles else None
         positions = torch.arange(cache.context, device=cache.device)[None]
         cos, sin = model.model.rotary_emb(self._embedding[:1], positions)
         half = cos.shape[-1] // 2
         # Rotating by half and flipping the sign of the first half is the same as flipping it in the table.
         self._cos_CD: torch.Tensor = cos[0].contiguous()
         self._sin_CD: torch.Tensor = torch.cat((-sin[0, :, :half], sin[0, :, half:]), -1)
-
-    def _compiled(self, layer: _Layer) -> Callable[..., torch.Tensor]:
-        """Return compiled attention, after it was compiled for this cache."""
-        from rillflow.kernels.decode import attend  # its compiler takes a second to import
-
-        nothing = np.zeros(0, np.int64)
-        with kernels.one_compiles():
-            empty_RAD = torch.zeros(0, layer.heads + 2 * layer.kv_heads, layer.head_size)
-            attend(empty_RAD, *self._cache.arrays(0), nothing, nothing, 1.0)
-        return attend
 
     def refresh(self) -> None:
         for layer in self._layers:
@@ -214,8 +199,6 @@ class LeanForward:
 
     def _attend(self, index: int, layer: _Layer, batch: Batch, qkv_NAD: torch.Tensor) -> torch.Tensor:
         """Store the new keys and values; return the attention of the new queries."""
-        if self._attend_columns is not None and batch.columns is not None:
-            return self._attend_columns(qkv_NAD, *self._cache.arrays(index), *batch.columns, layer.scaling)
         if batch.write_N2K is not None:
             self._cache.write(index, batch, qkv_NAD[:, layer.heads :].reshape(-1, layer.head_size))
         rows, width = batch.ids_RT.shape
