@@ -26,11 +26,13 @@ def test_a_solver_and_a_verifier_learn_at_once(cli: Cli) -> None:
             for policy, agent in ledger.execute("SELECT DISTINCT policy, agent FROM samples WHERE trained > 0")
         }
         steps = dict(ledger.execute("SELECT policy, count(*) FROM steps GROUP BY policy"))
-        # A task's reward is its trajectory's: that of the solver's last answer.
+        # A task's reward is its trajectory's: that of the second try, or of the first of two first answers.
         apart = ledger.execute(
             "SELECT t.id, t.reward, s.reward FROM tasks t JOIN samples s ON s.grp = t.grp AND s.place = t.place "
             "WHERE t.state = 'done' AND s.agent = 'solver' AND s.turn = (SELECT max(o.turn) FROM samples o "
-            "WHERE o.grp = s.grp AND o.place = s.place AND o.agent = 'solver') AND t.reward != s.reward"
+            "WHERE o.grp = s.grp AND o.place = s.place AND o.agent = 'solver') "
+            "AND s.n = (SELECT min(f.n) FROM samples f WHERE f.grp = s.grp AND f.place = s.place AND f.agent = 'solver' AND f.turn = s.turn) "
+            "AND t.reward != s.reward"
         ).fetchall()
     assert found == {("solver", "solver"), ("verifier", "verifier")}
     assert steps == {"solver": 2, "verifier": 2}
