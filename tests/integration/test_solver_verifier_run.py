@@ -31,7 +31,8 @@ def test_a_solver_and_a_verifier_learn_at_once(cli: Cli) -> None:
             "SELECT t.id, t.reward, s.reward FROM tasks t JOIN samples s ON s.grp = t.grp AND s.place = t.place "
             "WHERE t.state = 'done' AND s.agent = 'solver' AND s.turn = (SELECT max(o.turn) FROM samples o "
             "WHERE o.grp = s.grp AND o.place = s.place AND o.agent = 'solver') "
-            "AND s.n = (SELECT min(f.n) FROM samples f WHERE f.grp = s.grp AND f.place = s.place AND f.agent = 'solver' AND f.turn = s.turn) "
+            "AND s.n = (SELECT min(f.n) FROM samples f "
+            "WHERE f.grp = s.grp AND f.place = s.place AND f.agent = 'solver' AND f.turn = s.turn) "
             "AND t.reward != s.reward"
         ).fetchall()
     assert found == {("solver", "solver"), ("verifier", "verifier")}
