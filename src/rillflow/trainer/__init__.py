@@ -7,7 +7,7 @@
     algorithms     one table of compositions; advantages, losses (one file for each formula), aggregations
     learner        a role's model learns for an objective; metrics: the measurements of a step
     packing        rows become micro-batches without padding, with common prefixes stored once
-    attention      how a model reads packed rows; forward and heads: log-probs and values from hidden states
+    attention      how a model reads packed rows; forward and lm_head: log-probs and values from hidden states
     roles          builds the worker: models, optimizers, learners; lora: adapters; optimizer: fp32 masters
     parallel       ranks as peers: collectives, launching, sharding, redistribution
     checkpoint     sealed folders of weights, optimizer state and position, for any number of ranks

@@ -108,9 +108,9 @@ class Folder:
         first, *deltas = reversed(list(self._chain(manifest)))
         if not deltas:
             return self._read(first)
-        from rillflow.weights.held import Held, Step
+        from rillflow.weights.node_weights import NodeWeights, Step
 
-        held = Held()
+        held = NodeWeights()
         held.replace(self._read(first), first)
         for step in deltas:
             folder = self.path(step.version)

@@ -23,8 +23,8 @@ from msgspec.structs import replace
 from rillflow.contracts import Clock, Deltas, Patch, SystemClock
 from rillflow.errors import ConfigError, CorruptData, RillflowError, WeightsError
 from rillflow.weights.codec import Adapter, merged, read_version
-from rillflow.weights.held import Held, Step
 from rillflow.weights.manifest import Entry, Line, VersionManifest, WeightSource
+from rillflow.weights.node_weights import NodeWeights, Step
 from rillflow.weights.route import Mode, Route, route
 from rillflow.wire import in_thread
 
@@ -140,7 +140,7 @@ class Puller:
         self._mode: Mode = mode
         self._initial = initial
         self._clock = clock or SystemClock()
-        self._held = Held()
+        self._held = NodeWeights()
         self._behind = False  # whether the engine has received deltas that this copy has not
         self._line: Line | None = None
         self._avoid: dict[_Step, float] = {}

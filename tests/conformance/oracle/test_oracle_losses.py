@@ -24,7 +24,7 @@ from rillflow.trainer.algorithms.losses.gspo import RowClippedLoss
 from rillflow.trainer.algorithms.losses.reinforce import ReinforceLoss, row_weights, token_weights
 from rillflow.trainer.algorithms.losses.sapo import SapoLoss
 from rillflow.trainer.algorithms.losses.terms import KL, k3_unbounded, with_entropy_bonus
-from rillflow.trainer.heads import Shape, _Piece, _stats
+from rillflow.trainer.lm_head import Shape, _Piece, _stats
 
 pytestmark = pytest.mark.oracle
 

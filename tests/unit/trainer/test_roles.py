@@ -43,7 +43,7 @@ def test_a_model_that_trains_is_what_its_files_have(folder: str, dtype: str) -> 
 
 
 def test_recomputing_layers_changes_no_number_and_keeps_less(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rillflow.trainer.heads._FEW", 0)  # the head computes its logits again either way
+    monkeypatch.setattr("rillflow.trainer.lm_head._FEW", 0)  # the head computes its logits again either way
     batch, seen = micro(), []
     for recompute in (False, True):
         settings = policy(folder, recompute=recompute)

@@ -14,7 +14,7 @@ from pull_world import Source, Trainer, Weights, same
 from rillflow.contracts import UNKNOWN, Deltas
 from rillflow.errors import EngineLost, RillflowError, WeightsError
 from rillflow.weights.codec import Adapter
-from rillflow.weights.held import Held, Step
+from rillflow.weights.node_weights import NodeWeights, Step
 from rillflow.weights.pull import Puller
 from rillflow.weights.refresh import Refresher
 
@@ -24,7 +24,7 @@ class Decoder:
 
     def __init__(self, trainer: Trainer) -> None:
         self._store = trainer.store
-        self._held = Held()
+        self._held = NodeWeights()
         self.version, self.proven, self.decoding_refused = 0, True, ""
         self.trouble: RillflowError | None = None
         self.took: list[str] = []

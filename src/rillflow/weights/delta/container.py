@@ -1,17 +1,17 @@
 """The file of a version's delta: pieces, each of which changes a run of tensors or of parts of them.
 
     header    "RFC1", size of the list u32, the list: msgpack, deflated (zlib); for each piece its parts, its kind and
-              its size, for each part the tensor's name, its first weight and how many there are
+              its size, for each part the tensor's name, its first weight and its number of weights
     pieces    one after the other, in the order of the list, to the end of the file
 
-A part is of consecutive weights of the flat tensor and begins at a multiple of 8 bytes, so that what it adds to the
-tensor's fingerprint is a sum of its own. A piece is of the weights of all its parts, which have one dtype, one after
-the other: many small tensors share the tables of one delta. Kind "delta" is a delta of these weights as if they were
-one tensor (`format`); "raw" is their new content.
+A part holds consecutive weights of the flat tensor and begins at a multiple of 8 bytes, so its contribution to the
+tensor's fingerprint is a separate sum. A piece holds the weights of all its parts, which have one dtype, one after the
+other: many small tensors share the tables of one delta. Kind "delta" is a delta of these weights as one tensor
+(`format`); "raw" is their new content.
 
-Invariants: weights without a piece are as they were; no part is empty, no two parts of a delta have weights in common,
-and no two of one piece are of the same tensor. A reader gets pieces that lie within the file; what is in them is for
-their decoder to verify, and the file as a whole has a hash in the manifest.
+Invariants: weights without a piece do not change; no part is empty, no two parts of a delta overlap, and no two parts
+of one piece belong to the same tensor. A reader gets pieces within the file; their decoder verifies their content, and
+the manifest has the hash of the whole file.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class Piece(NamedTuple):
 
 
 class Located(NamedTuple):
-    """A piece by its place in a file."""
+    """The place of a piece in a file."""
 
     parts: tuple[Part, ...]
     kind: Kind
@@ -70,7 +70,7 @@ class _Listed(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_field
 
 
 def write(pieces: Sequence[Piece]) -> Iterator[bytes | memoryview]:
-    """The bytes of a file."""
+    """Yield the bytes of a file."""
     listed = zlib.compress(
         msgspec.msgpack.encode([_Listed(piece.parts, piece.kind, len(piece.data)) for piece in pieces]), 9
     )
@@ -80,7 +80,7 @@ def write(pieces: Sequence[Piece]) -> Iterator[bytes | memoryview]:
 
 
 def read(paths: Iterable[Path]) -> list[Piece]:
-    """The pieces of all files of a delta. Their data are views into these, which stay good if they are removed."""
+    """Return the pieces of all files of a delta. Their data are views, which stay valid if the files are removed."""
     pieces = [
         Piece(one.parts, one.kind, content[one.begin : one.begin + one.size])
         for content, found in map(_opened, paths)
@@ -91,7 +91,7 @@ def read(paths: Iterable[Path]) -> list[Piece]:
 
 
 def locate(paths: Iterable[Path]) -> list[Located]:
-    """Return where the pieces of all files of a delta are, without their data."""
+    """Return the places of the pieces in all files of a delta, without their data."""
     found = [one for path in paths for one in _opened(path)[1]]
     _check_parts(found)
     return found
@@ -119,7 +119,7 @@ def _opened(path: Path) -> tuple[memoryview, list[Located]]:
 
 
 def _list(content: memoryview, path: Path) -> tuple[list[_Listed], int]:
-    """What the file says it holds, which is all it holds, and where that begins."""
+    """Return the file's list of pieces, which must cover the file, and the place of the first piece."""
     if len(content) < _START.size or content[: len(_MAGIC)] != _MAGIC:
         raise CorruptData(f"{path} is not a file of deltas", _DAMAGED)
     start = _START.size + _START.unpack_from(content)[1]

@@ -13,8 +13,8 @@ from pull_world import Trainer, same
 from rillflow.contracts import Patch
 from rillflow.errors import CorruptData, WeightsError
 from rillflow.weights.fingerprint import fingerprint
-from rillflow.weights.held import Held, Step
 from rillflow.weights.manifest import VersionManifest
+from rillflow.weights.node_weights import NodeWeights, Step
 
 
 def step(trainer: Trainer, version: int, **changed: object) -> Step:
@@ -27,8 +27,8 @@ def steps(trainer: Trainer, first: int, last: int) -> list[Step]:
     return [step(trainer, version) for version in range(first, last + 1)]
 
 
-def holding(trainer: Trainer, version: int = 0) -> Held:
-    held = Held()
+def holding(trainer: Trainer, version: int = 0) -> NodeWeights:
+    held = NodeWeights()
     held.replace(trainer.store.pull(version), trainer.store.manifest(version))
     return held
 
@@ -99,7 +99,7 @@ def test_a_tensor_of_whole_numbers_travels_too(tmp_path: Path) -> None:
     assert patch.changes["steps"].value_K.tolist() == [5, 12]
 
 
-def unchanged(held: Held, trainer: Trainer, version: int = 0) -> bool:
+def unchanged(held: NodeWeights, trainer: Trainer, version: int = 0) -> bool:
     return held.version == version and same(held.tensors, trainer.published[version])
 
 
@@ -185,7 +185,7 @@ def test_only_what_the_manifest_says_is_held(tmp_path: Path) -> None:
 def test_versions_of_before_there_were_deltas_can_be_held(tmp_path: Path) -> None:
     trainer = Trainer(tmp_path)
     trainer.publish(2)
-    held = Held()
+    held = NodeWeights()
     held.replace(
         trainer.store.pull(0), msgspec.structs.replace(trainer.store.manifest(0), fingerprints={}), verified=True
     )
@@ -197,4 +197,4 @@ def test_nothing_held_cannot_advance(tmp_path: Path) -> None:
     trainer = Trainer(tmp_path)
     trainer.publish(2)
     with pytest.raises(WeightsError, match="whole version first"):
-        Held().advance([step(trainer, 1)])
+        NodeWeights().advance([step(trainer, 1)])

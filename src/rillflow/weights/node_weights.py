@@ -49,7 +49,7 @@ class _Moved(NamedTuple):
     gained: int
 
 
-class Held:
+class NodeWeights:
     """The held weights, for one thread. `tensors`, with aliases, and the tensors of patches are valid until the next
     change."""
 

@@ -18,7 +18,7 @@ from transformers import (
 )
 
 from rillflow.config import TrainerConfig
-from rillflow.trainer.heads import PolicyHead, own_logits
+from rillflow.trainer.lm_head import PolicyHead, own_logits
 
 SIZES: dict[str, Any] = {
     "vocab_size": 40,
@@ -137,7 +137,7 @@ def test_entropy_has_a_gradient_only_where_it_is_asked_for() -> None:
 
 @pytest.mark.parametrize("kind", ["qwen", "odd"])
 def test_nothing_of_the_size_of_many_logits_is_kept_for_backward(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rillflow.trainer.heads._FEW", 1000)
+    monkeypatch.setattr("rillflow.trainer.lm_head._FEW", 1000)
     model = MODELS[kind]()
     tokens = drawn(model, torch.float32, count=600)
     kept: dict[int, int] = {}

@@ -79,7 +79,7 @@ class _Stats(NamedTuple):
     entropy_T: torch.Tensor
 
 
-class _Slope(NamedTuple):
+class _Grad(NamedTuple):
     """The incoming gradients for some tokens: of their log-probs, and of their entropies if those have one."""
 
     logprob_T: torch.Tensor
@@ -96,17 +96,17 @@ def _stats(piece: _Piece, shape: Shape) -> _Stats:
     return _Stats(logits_TV.gather(-1, piece.target_T[:, None]).squeeze(-1) - total_T, total_T, entropy_T)
 
 
-def _slopes(piece: _Piece, shape: Shape, stats: _Stats, slope: _Slope, dtype: torch.dtype) -> torch.Tensor:
+def _grads(piece: _Piece, shape: Shape, stats: _Stats, grad: _Grad, dtype: torch.dtype) -> torch.Tensor:
     """The gradient with respect to the raw logits, in `dtype`."""
     shaped_TV = shape(piece.raw_TV, piece.bias_V)
     log_TV = torch.addcmul(-stats.total_T[:, None], shaped_TV, piece.temperature_T.reciprocal()[:, None])
     # The gradient is minus the probability for every logit, plus one for the target.
-    slope_TV = (log_TV.exp() * -(_pull(log_TV, stats, slope) * _factor(log_TV, piece, shape, stats))).to(dtype)
+    grad_TV = (log_TV.exp() * -(_pull(log_TV, stats, grad) * _factor(log_TV, piece, shape, stats))).to(dtype)
     own_T1 = stats.logprob_T[:, None]
-    push_T1 = slope.logprob_T[:, None] - own_T1.exp() * _pull(own_T1, stats, slope)
+    push_T1 = grad.logprob_T[:, None] - own_T1.exp() * _pull(own_T1, stats, grad)
     at_target_T = (push_T1 * _factor(own_T1, piece, shape, stats))[:, 0].to(dtype)
-    slope_TV[torch.arange(len(slope_TV), device=slope_TV.device), piece.target_T] = at_target_T
-    return slope_TV
+    grad_TV[torch.arange(len(grad_TV), device=grad_TV.device), piece.target_T] = at_target_T
+    return grad_TV
 
 
 def _shares(piece: _Piece, shape: Shape, total_T: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -116,22 +116,22 @@ def _shares(piece: _Piece, shape: Shape, total_T: torch.Tensor, dtype: torch.dty
 
 
 def _scaled(
-    share_TV: torch.Tensor, stats: _Stats, slope: _Slope, target_T: torch.Tensor, factor_T: torch.Tensor
+    share_TV: torch.Tensor, stats: _Stats, grad: _Grad, target_T: torch.Tensor, factor_T: torch.Tensor
 ) -> torch.Tensor:
-    """Return what `_slopes` does, from the probabilities, if only log-probs have gradients and logits are not
+    """Return what `_grads` does, from the probabilities, if only log-probs have gradients and logits are not
     capped."""
-    pull_T = slope.logprob_T * factor_T
-    slope_TV = (share_TV * -pull_T[:, None]).to(share_TV.dtype)
+    pull_T = grad.logprob_T * factor_T
+    grad_TV = (share_TV * -pull_T[:, None]).to(share_TV.dtype)
     at_target_T = (pull_T * -torch.expm1(stats.logprob_T)).to(share_TV.dtype)
-    slope_TV[torch.arange(len(slope_TV), device=slope_TV.device), target_T] = at_target_T
-    return slope_TV
+    grad_TV[torch.arange(len(grad_TV), device=grad_TV.device), target_T] = at_target_T
+    return grad_TV
 
 
-def _pull(log_TV: torch.Tensor, stats: _Stats, slope: _Slope) -> torch.Tensor:
+def _pull(log_TV: torch.Tensor, stats: _Stats, grad: _Grad) -> torch.Tensor:
     """Return the factor of the probabilities: one for all logits of a token, unless its entropy has a gradient."""
-    if slope.entropy_T is None:
-        return slope.logprob_T[:, None]
-    return slope.logprob_T[:, None] + slope.entropy_T[:, None] * (log_TV + stats.entropy_T[:, None])
+    if grad.entropy_T is None:
+        return grad.logprob_T[:, None]
+    return grad.logprob_T[:, None] + grad.entropy_T[:, None] * (log_TV + stats.entropy_T[:, None])
 
 
 def _factor(log_TV: torch.Tensor, piece: _Piece, shape: Shape, stats: _Stats) -> torch.Tensor:
@@ -143,7 +143,7 @@ def _factor(log_TV: torch.Tensor, piece: _Piece, shape: Shape, stats: _Stats) ->
     return scale_T1 * (1 - (shaped_TV / shape.cap).square())
 
 
-_FUNCTIONS: tuple[Callable[..., Any], ...] = (_stats, _slopes, _shares, _scaled)
+_FUNCTIONS: tuple[Callable[..., Any], ...] = (_stats, _grads, _shares, _scaled)
 
 
 def _as_it_is(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -170,10 +170,10 @@ def _product(one: torch.Tensor, other: torch.Tensor, dtype: torch.dtype) -> torc
 class _How:
     shape: Shape
     piece: int
-    entropy_slope: bool
+    entropy_grad: bool
     keep: bool
     stats: Callable[..., _Stats]
-    slopes: Callable[..., torch.Tensor]
+    grads: Callable[..., torch.Tensor]
     shares: Callable[..., torch.Tensor]
     scaled: Callable[..., torch.Tensor]
 
@@ -201,39 +201,39 @@ class _Pieces(torch.autograd.Function):
         stats = _Stats(*(torch.cat(column) for column in zip(*parts, strict=True)))
         ctx.how = how
         ctx.save_for_backward(hidden_TD, weight_VD, bias_V, target_T, temperature_T, *stats, *kept)
-        if not how.entropy_slope:
+        if not how.entropy_grad:
             ctx.mark_non_differentiable(stats.entropy_T)
         return stats.logprob_T, stats.entropy_T
 
     @staticmethod
-    def backward(ctx: Any, logprob_slope_T: torch.Tensor, entropy_slope_T: torch.Tensor) -> tuple[Any, ...]:
+    def backward(ctx: Any, logprob_grad_T: torch.Tensor, entropy_grad_T: torch.Tensor) -> tuple[Any, ...]:
         hidden_TD, weight_VD, bias_V, target_T, temperature_T, *saved = ctx.saved_tensors
         how: _How = ctx.how
         stats, kept = saved[: len(_Stats._fields)], saved[len(_Stats._fields) :]
         wide = stats[0].dtype
-        hidden_slope_TD = torch.empty_like(hidden_TD) if ctx.needs_input_grad[0] else None
-        weight_slope_VD = torch.zeros_like(weight_VD, dtype=wide) if ctx.needs_input_grad[1] else None
-        bias_slope_V = None if bias_V is None else torch.zeros_like(bias_V, dtype=wide)
+        hidden_grad_TD = torch.empty_like(hidden_TD) if ctx.needs_input_grad[0] else None
+        weight_grad_VD = torch.zeros_like(weight_VD, dtype=wide) if ctx.needs_input_grad[1] else None
+        bias_grad_V = None if bias_V is None else torch.zeros_like(bias_V, dtype=wide)
         for number, at in enumerate(_pieces(len(target_T), how.piece)):
             of_piece = _Stats(*(column[at] for column in stats))
-            slope = _Slope(logprob_slope_T[at], entropy_slope_T[at] if how.entropy_slope else None)
+            grad = _Grad(logprob_grad_T[at], entropy_grad_T[at] if how.entropy_grad else None)
             if how.keep:
                 factor_T = how.shape.scale / temperature_T[at]
-                slope_TV = how.scaled(kept[number], of_piece, slope, target_T[at], factor_T)
+                grad_TV = how.scaled(kept[number], of_piece, grad, target_T[at], factor_T)
             else:
                 raw_TV = _product(hidden_TD[at], weight_VD.T, wide)
                 piece = _Piece(raw_TV, bias_V, target_T[at], temperature_T[at])
-                slope_TV = how.slopes(piece, how.shape, of_piece, slope, hidden_TD.dtype)
-            if bias_slope_V is not None:
-                bias_slope_V += slope_TV.sum(0, dtype=wide)
-            if hidden_slope_TD is not None:
-                hidden_slope_TD[at] = slope_TV @ weight_VD
-            if weight_slope_VD is not None:
-                weight_slope_VD += _product(slope_TV.T, hidden_TD[at], wide)
+                grad_TV = how.grads(piece, how.shape, of_piece, grad, hidden_TD.dtype)
+            if bias_grad_V is not None:
+                bias_grad_V += grad_TV.sum(0, dtype=wide)
+            if hidden_grad_TD is not None:
+                hidden_grad_TD[at] = grad_TV @ weight_VD
+            if weight_grad_VD is not None:
+                weight_grad_VD += _product(grad_TV.T, hidden_TD[at], wide)
         return (
-            hidden_slope_TD,
-            None if weight_slope_VD is None else weight_slope_VD.to(weight_VD.dtype),
-            None if bias_slope_V is None or bias_V is None else bias_slope_V.to(bias_V.dtype),
+            hidden_grad_TD,
+            None if weight_grad_VD is None else weight_grad_VD.to(weight_VD.dtype),
+            None if bias_grad_V is None or bias_V is None else bias_grad_V.to(bias_V.dtype),
             None,
             None,
             None,
@@ -286,7 +286,7 @@ class PolicyHead:
         logits_TV = own_logits(self._model, hidden_TD)
         wide = torch.promote_types(logits_TV.dtype, torch.float32)
         logprob_T, _, entropy_T = _stats(_Piece(logits_TV.to(wide), None, target_T, temperature_T), Shape())
-        return logprob_T, entropy_T if self._how.entropy_slope else entropy_T.detach()
+        return logprob_T, entropy_T if self._how.entropy_grad else entropy_T.detach()
 
     @torch.no_grad()
     def _agrees(self) -> bool:
