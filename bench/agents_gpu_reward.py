@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from decimal import Decimal, InvalidOperation
 from typing import Any
 
-from rillflow.agents.rewards.answers import last_number, text_of
+from rillflow.agents.rewards.base import last_number, text_of
 
 
 def reward(payload: Mapping[str, Any], answer: Any) -> float:

@@ -1,16 +1,17 @@
-"""An agent that is a program of its own: started once for each episode, never changed for us.
+"""An agent that is an unchanged program, started once for each episode.
 
-The program finds the gateway where every OpenAI and Anthropic client looks for it, the task in a file and the prompt's
-payload on its standard input. It leaves its exit code, the end of what it wrote, and the file `RILLFLOW_ANSWER`.
+The program finds the gateway in the environment variables that OpenAI's and Anthropic's clients read, the task in a
+file and the prompt's payload on standard input. Its result is its exit code, the end of its output and the file
+`RILLFLOW_ANSWER`.
 
-Invariants: an episode's processes are one process group, which is killed at the episode's end, at its deadline and when
-the node dies; nothing of the node's environment reaches the program but what is in `PASSED` and what the recipe names;
-a program that writes without end fills neither memory nor disk; each episode has a home of its own, so that no client's
-cache answers one episode with another one's words.
+Invariants: the processes of an episode are one process group, which is killed when the episode ends, at its deadline
+and when the node dies. Of the node's environment the program gets only the variables in `PASSED` and those of the
+recipe. A program that writes without end fills neither memory nor disk. Each episode has its own home folder, so that
+no client cache answers one episode with the text of another.
 
-What this does not protect against: the program runs as the node's own user and can read what that user can, the run
-folder too; a child that leaves the process group (`setsid`) is not killed. An agent that is not trusted belongs in a
-container, which the command may start.
+Not protected against: the program runs as the node's user and can read what that user can read, including the run
+folder; a child that leaves the process group (`setsid`) is not killed. An untrusted agent belongs in a container, which
+the command may start.
 """
 
 from __future__ import annotations
@@ -34,20 +35,20 @@ from rillflow.contracts import Episode
 from rillflow.engine.reaper import Reaper, kill_group
 from rillflow.errors import ConfigError, WorkflowError
 
-# What programs need to run at all; keys, tokens and everything else that is set in our environment stays with us.
+# What programs need to run. Keys, tokens and all other variables of our environment are not passed.
 PASSED = (
     *("PATH", "USER", "LOGNAME", "SHELL", "TERM", "LANG", "LANGUAGE", "LC_ALL", "LC_CTYPE", "TZ", "TMPDIR"),
     *("LD_LIBRARY_PATH", "DYLD_LIBRARY_PATH", "SSL_CERT_FILE", "SSL_CERT_DIR", "REQUESTS_CA_BUNDLE"),
     *("HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY", "NO_PROXY", "http_proxy", "https_proxy", "all_proxy", "no_proxy"),
 )
-_DRAIN_SECONDS = 1.0  # for what is still in the pipes when the program has ended
-_SHOWN = 2000  # characters of its errors that a failed episode tells
+_DRAIN_SECONDS = 1.0  # to read the pipes after the program has ended
+_SHOWN = 2000  # characters of standard error in the message of a failed episode
 _BLOCK = 1 << 16
-_LAST = 1.0  # seconds for a killed process to be gone
+_LAST = 1.0  # seconds for a killed process to end
 
 
 class AgentFailed(WorkflowError):
-    """The program ended with an error: with an exit `code`, or without one where it could not be started."""
+    """The program ended with an error: `code` is its exit code, or None if it could not be started."""
 
     def __init__(self, message: str, code: int | None = None) -> None:
         super().__init__(message)
@@ -55,9 +56,9 @@ class AgentFailed(WorkflowError):
 
 
 class CommandAgent:
-    """Plays an episode as a workflow does: `await agent(episode)` gives what the program left.
+    """A workflow that runs the program: `await agent(episode)` returns what the program left.
 
-    `folder` is where each episode gets a folder of its own; it is emptied of what a node before this one has left.
+    Each episode gets its own folder below `folder`, which is emptied of what an earlier node left.
     """
 
     def __init__(self, config: CommandConfig, folder: Path, environment: Mapping[str, str] | None = None) -> None:
@@ -67,7 +68,7 @@ class CommandAgent:
         self._base = os.environ if environment is None else environment
         self._reaper = Reaper()
         shutil.rmtree(folder, ignore_errors=True)
-        folder.mkdir(parents=True, exist_ok=True)  # what another user's process left there stays
+        folder.mkdir(parents=True, exist_ok=True)  # files of another user's process stay
 
     async def __call__(self, episode: Episode) -> dict[str, Any]:
         place = Path(tempfile.mkdtemp(dir=self._folder))
@@ -78,7 +79,7 @@ class CommandAgent:
             await asyncio.to_thread(shutil.rmtree, place, ignore_errors=True)
 
     def close(self) -> None:
-        """End what runs, and remove the folders of episodes that were given up before they could."""
+        """Kill all programs, and remove the folders of episodes that were given up."""
         self._reaper.close()
         for place in self._folder.glob("*"):
             shutil.rmtree(place, ignore_errors=True)
@@ -94,7 +95,7 @@ class CommandAgent:
         return {"returncode": code, "stdout": output.text(), "stderr": errors.text(), "answer": answer}
 
     async def _until_it_ends(self, place: Path, environment: dict[str, str], output: Tail, errors: Tail) -> int:
-        """Its exit code. Whatever ends the wait, the whole group is gone afterwards."""
+        """Run the program and return its exit code. The whole process group is gone afterwards."""
         with open(place / "payload.json", "rb") as payload:
             try:
                 process = await asyncio.create_subprocess_exec(
@@ -117,13 +118,13 @@ class CommandAgent:
         finally:
             kill_group(process.pid)
             self._reaper.forget(process.pid)
-            with suppress(TimeoutError):  # so that nothing of it is left to the event loop, which may end now
+            with suppress(TimeoutError):  # so that the event loop, which may end now, has no process left
                 async with asyncio.timeout(_LAST):
                     await process.wait()
 
 
 def words_of(config: CommandConfig) -> list[str]:
-    """The command's words; ConfigError where there is no such program."""
+    """Return the words of the command; ConfigError if there is no such program."""
     try:
         words = shlex.split(config.run)
     except ValueError as error:
@@ -139,11 +140,12 @@ def words_of(config: CommandConfig) -> list[str]:
 
 
 def search_path(base: Mapping[str, str]) -> str:
-    """`python` is the one that runs Rillflow, as if its environment were activated."""
+    """Return a PATH in which `python` is the interpreter that runs Rillflow."""
     return os.pathsep.join(filter(None, (str(Path(sys.executable).parent), base.get("PATH", os.defpath))))
 
 
 def write_task(episode: Episode, place: Path) -> None:
+    """Write the task and the payload into the episode's folder, and make its work and home folders."""
     task = {
         "prompt": {"id": episode.prompt.id, "payload": episode.payload},
         "policies": list(episode.policies),
@@ -158,7 +160,7 @@ def write_task(episode: Episode, place: Path) -> None:
 
 
 def environment_of(episode: Episode, place: Path, base: Mapping[str, str]) -> dict[str, str]:
-    """Where the gateway and the task are, under the names that clients look for."""
+    """Return the program's environment: the gateway and the task under the names that clients read."""
     session = unquote(episode.anthropic_url.rsplit("/", 1)[1])
     host = urlsplit(episode.base_url).hostname or ""
     unproxied = ",".join(filter(None, (base.get("NO_PROXY", base.get("no_proxy", "")), host)))
@@ -183,7 +185,7 @@ def environment_of(episode: Episode, place: Path, base: Mapping[str, str]) -> di
 
 
 def _read_answer(path: Path, limit: int) -> str | None:
-    """The end of the file; None where there is none, or something that is no file and might never end."""
+    """Return the end of the answer file; None if it does not exist or is not a regular file."""
     try:
         with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
             about = os.fstat(file.fileno())
@@ -196,9 +198,9 @@ def _read_answer(path: Path, limit: int) -> str | None:
 
 
 class Tail:
-    """The reading end of a pipe of which the last bytes are kept.
+    """The reading end of a pipe, of which the last bytes are kept.
 
-    Not one of asyncio's own: those let nobody know of a program's end while a child of it holds the pipe.
+    asyncio's own pipes hide the end of a program as long as one of its children holds the pipe.
     """
 
     def __init__(self, write: int, task: asyncio.Task[None], kept: bytearray) -> None:
@@ -209,6 +211,7 @@ class Tail:
     @classmethod
     @asynccontextmanager
     async def open(cls, limit: int) -> AsyncIterator[Tail]:
+        """Open a pipe and keep at most the last `limit` bytes."""
         try:
             read, write = os.pipe()
         except OSError as error:
@@ -233,12 +236,13 @@ class Tail:
             transport.close()
 
     def started(self) -> None:
-        """The program has its own copy of the writing end now, or never will."""
+        """Close our copy of the writing end: the program has its own now, or never will."""
         write, self.write = self.write, -1
         if write >= 0:
             os.close(write)
 
     def text(self) -> str:
+        """Return the kept bytes as text."""
         return self._kept.decode(errors="replace")
 
 

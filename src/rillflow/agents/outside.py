@@ -1,11 +1,11 @@
-"""A client for agents that take their tasks from a running gateway, with nothing of the run in their process.
+"""A client for outside agents: separate programs that take their tasks from a running gateway.
 
     async with Feed(url, token, capacity=8) as feed:
         async for task in feed:              # ends when the run ends
             asyncio.create_task(work(feed, task))
 
-A gateway that is restarted is a pause: the feed connects again and says which sessions are still being played, and
-`end` is asked again until it is answered. Both give up after `patience` seconds without an answer.
+After a restart of the gateway the feed connects again and lists the sessions that are still being played; `end` is sent
+again until it is answered. Both give up after `patience` seconds without an answer.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from rillflow.errors import BadRequest, Unauthorized, Unavailable, WireError
 from rillflow.gateway.feed import Ended, EndSession, OutsideTask
 from rillflow.types.decoding import json_decoder
 
-SILENCE = 30.0  # without a sign of life, a feed is dead; the gateway gives one every five seconds
+SILENCE = 30.0  # seconds without data after which a feed is dead; the gateway sends a line every five seconds
 _PAUSE = 0.25
 _ENDED, _GONE = 410, 404
 
 
 class Feed:
-    """Tasks of one gateway. A task is being played from when it is given until `end` was answered."""
+    """The tasks of one gateway. A task is being played from its arrival until `end` was answered."""
 
     def __init__(
         self, url: str, token: str, *, capacity: int = 1, patience: float = 120.0, clock: Clock | None = None
@@ -57,7 +57,7 @@ class Feed:
             await self._http.close()
 
     async def __aiter__(self) -> AsyncIterator[OutsideTask]:
-        """Until the run has ended; Unavailable when the gateway was not to be reached for too long."""
+        """Yield tasks until the run ends; Unavailable if the gateway cannot be reached for too long."""
         heard = self._clock.monotonic()
         while True:
             try:
@@ -71,7 +71,7 @@ class Feed:
                 await self._pause(heard, error)
 
     async def _connected(self) -> AsyncIterator[OutsideTask | None]:
-        """What one connection brings; None is a sign of life."""
+        """Yield the tasks of one connection; None stands for a keep-alive line."""
         assert self._http is not None, "use it as `async with Feed(…) as feed`"
         query = [("capacity", str(self._capacity)), *(("playing", session) for session in sorted(self._playing))]
         async with self._http.get(f"{self._url}/feed", params=query) as response:
@@ -90,7 +90,7 @@ class Feed:
         answer: Any = None,
         error: str | None = None,
     ) -> Ended:
-        """Say that the task is done; returns once the run has taken the episode, or refused it."""
+        """End a task and return when the run has accepted or refused the episode."""
         given = dict(reward) if isinstance(reward, Mapping) else reward
         said = msgspec.json.encode(EndSession(reward=given, answer=answer, error=error))
         begun = self._clock.monotonic()
@@ -106,7 +106,7 @@ class Feed:
         assert self._http is not None, "use it as `async with Feed(…) as feed`"
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=10.0, sock_read=600.0)
         async with self._http.post(f"{task.anthropic_url}/end", data=said, timeout=timeout) as response:
-            if response.status == _GONE:  # its deadline has passed, or the run has taken it and forgotten
+            if response.status == _GONE:  # its deadline has passed, or the run has already accepted it
                 return Ended(session=task.session, accepted=False, reason="the session is not open any more")
             await _check(response)
             return json_decoder(Ended).decode(await response.read())
@@ -115,13 +115,13 @@ class Feed:
         if self._clock.monotonic() - since > self._patience:
             raise Unavailable(
                 f"the gateway at {self._url} did not answer for {self._patience:.0f} s: {error}",
-                "is the run still there? its folder's logs tell",
+                "check that the run is alive; its logs are in the run folder",
             ) from error
         await asyncio.sleep(_PAUSE)
 
 
 async def _lines(content: aiohttp.StreamReader) -> AsyncIterator[bytes]:
-    """Lines of any length: the reader's own end with its buffer, and a task may be a whole document."""
+    """Yield lines of any length; the reader's own are limited by its buffer, and a task may be a whole document."""
     begun: list[bytes] = []
     async for block in content.iter_any():
         first, *others = block.split(b"\n")
@@ -136,7 +136,7 @@ async def _check(response: aiohttp.ClientResponse) -> None:
         return
     said = (await response.text())[:500]
     if response.status == Unauthorized.status:
-        raise Unauthorized("the gateway does not take this token", "use the one that `rillflow token RUN node` prints")
+        raise Unauthorized("the gateway refuses this token", "use the one that `rillflow token RUN node` prints")
     if response.status in (429, Unavailable.status):
         raise Unavailable(said)
     raise (BadRequest if response.status < 500 else WireError)(f"the gateway answered {response.status}: {said}")

@@ -1,4 +1,4 @@
-"""A role: a part in a workflow, played by a policy. What it says is all a workflow needs of a model call."""
+"""Roles: a role is a part in a workflow that a policy plays. Its answers hold what a workflow needs of a model call."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ if TYPE_CHECKING:
 
 Message = dict[str, Any]
 Chat = Callable[[bytes, str], Awaitable[bytes]]
-# What is for a client alone, and not for whom it asks.
+# Settings that only a client can handle.
 _OF_CLIENTS = {"extra_headers", "extra_query", "extra_body", "timeout", "stream"}
 
 
 class PolicyRole:
-    """Every call says whose it is, so that recipes can compare a role's answers with their like alone.
+    """A role whose calls carry its name, so that recipes can compare answers of one role with each other.
 
-    Where the gateway is in this process, `chat` asks it without HTTP; the client is made when it is needed.
+    If the gateway is in this process, `chat` calls it without HTTP. The client is made on first use.
     """
 
     def __init__(self, name: str, policy: str, client: Callable[[], AsyncOpenAI], chat: Chat | None = None) -> None:
@@ -34,6 +34,7 @@ class PolicyRole:
 
     @property
     def client(self) -> AsyncOpenAI:
+        """An OpenAI client whose calls are the role's."""
         return self._client()
 
     async def ask(
@@ -44,7 +45,7 @@ class PolicyRole:
         schema: Mapping[str, Any] | None = None,
         **settings: Any,
     ) -> Said:
-        """One answer. With a JSON `schema` it can only be of that shape; `settings` are those of the OpenAI client."""
+        """Return one answer. A JSON `schema` constrains its format; `settings` are those of the OpenAI client."""
         (said,) = await self.ask_many(messages, 1, tools=tools, schema=schema, **settings)
         return said
 
@@ -57,7 +58,7 @@ class PolicyRole:
         schema: Mapping[str, Any] | None = None,
         **settings: Any,
     ) -> list[Said]:
-        """Several independent answers to the same messages. Each has a `call` of its own, for its reward."""
+        """Return `count` independent answers to the same messages. Each has its own `call`, for its reward."""
         if tools:
             settings["tools"] = list(tools)
         if schema is not None:
@@ -70,13 +71,15 @@ class PolicyRole:
         return _all_said(response.model_dump())
 
     async def _asked_directly(self, asked: dict[str, Any]) -> list[Said] | None:
-        """None where only a client can ask; and where it was refused: a client that asks for it once more is told why
-        by an error of its own kind, which agents know."""
+        """Return the answers without HTTP; None if only a client can ask, or if the gateway refused the call.
+
+        A client then repeats a refused call and raises an exception of its own, which agents know.
+        """
         if self._chat is None or _OF_CLIENTS & asked.keys():
             return None
         try:
             body = msgspec.json.encode(asked)
-        except TypeError:  # something of the client's own
+        except TypeError:  # a value that only the client can encode
             return None
         try:
             return _all_said(msgspec.json.decode(await self._chat(body, self.name)))
@@ -106,14 +109,14 @@ def _said(call: str, choice: dict[str, Any]) -> Said:
 
 
 def _given(value: Any) -> Any:
-    """Without what is None."""
+    """Return a value without the keys that are None."""
     if isinstance(value, dict):
         return {key: _given(one) for key, one in value.items() if one is not None}
     return [_given(one) for one in value] if isinstance(value, list) else value
 
 
 async def answer_uses(episode: Episode, said: Said) -> list[Message]:
-    """What the tools say to the calls of an answer, as messages to append behind it."""
+    """Call the tools that an answer uses and return their results as messages to append."""
     return [
         {"role": "tool", "tool_call_id": use.id, "content": await episode.tools.call(use.name, use.arguments, episode)}
         for use in said.uses

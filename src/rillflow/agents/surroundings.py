@@ -1,4 +1,4 @@
-"""What a recipe puts around its workflow: tools, environments, roles and options. One of it serves a whole node."""
+"""The tools, environments, roles and options of a recipe, which all episodes of a node share."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from rillflow.errors import ConfigError
 
 @dataclass(frozen=True)
 class Surroundings:
-    """`environment` makes one for an episode; None where the recipe names none. `errors` hears what its code raises."""
+    """What a recipe gives its workflow. `environment` makes one for each episode; `errors` collects user errors."""
 
     roles: Mapping[str, str] = field(default_factory=dict)
     options: Mapping[str, Any] = field(default_factory=dict)
@@ -25,17 +25,18 @@ class Surroundings:
     errors: UserErrors = field(default_factory=UserErrors)
 
     def new_environment(self) -> Environment:
+        """Return the environment of one episode."""
         if self.environment is None:
-            raise ConfigError("the workflow wants an environment and the recipe names none", "give `environment:`")
+            raise ConfigError("the workflow uses an environment and the recipe names none", "give `environment:`")
         return self.environment()
 
     def policy_of(self, role: str, policies: tuple[str, ...]) -> str:
-        """The recipe's word; else the policy that is called like the role; else the first."""
+        """Return the policy of a role: the recipe's choice, or the policy of the same name, or the first policy."""
         return self.roles.get(role) or (role if role in policies else policies[0])
 
 
 async def open_surroundings(recipe: Recipe) -> tuple[Surroundings, OpenToolbox]:
-    """The toolbox is the caller's to close; it is opened last, so an error leaves nothing open."""
+    """Return the surroundings and the toolbox, which the caller closes. An error leaves nothing open."""
     hook = recipe.environment
     made = None if hook is None else environment_factory(hook.name, hook.options)
     errors = UserErrors()

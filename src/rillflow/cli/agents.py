@@ -214,7 +214,7 @@ async def _serve(name: str, host: str, port: int, options: dict[str, Any]) -> No
 
 
 async def _play(name: str, agent: Agent, seed: int, split: str, options: dict[str, Any]) -> None:
-    from rillflow.agents.environments.pool import close_pools
+    from rillflow.agents.processes import close_pools
     from rillflow.agents.environments.registry import ENVIRONMENTS, environment_factory
     from rillflow.config import resolve_object
 

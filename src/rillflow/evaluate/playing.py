@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from xxhash import xxh3_64_hexdigest
 
-from rillflow.agents.rewards.answers import text_of
+from rillflow.agents.rewards.base import text_of
 from rillflow.dataflow.rules import derive_seed
 from rillflow.errors import RewardError, RunError
 from rillflow.evaluate.records import KeptEpisodes, Record, RecordFile

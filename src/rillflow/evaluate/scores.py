@@ -21,7 +21,7 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
-from rillflow.agents.rewards.answers import inside, text_of
+from rillflow.agents.rewards.base import inside, text_of
 from rillflow.agents.rewards.qa import normalised
 from rillflow.evaluate.records import Record
 

@@ -12,8 +12,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from rillflow.agents.environments.world import check_split
-from rillflow.agents.tools.corpus import Corpus, data_file
-from rillflow.agents.tools.search import listed
+from rillflow.agents.tools.corpus import Corpus, data_file, listed
 from rillflow.agents.workflows.search_agent import INSTRUCTIONS
 
 QUESTIONS = "qa/2wiki_questions_in_corpus.jsonl"

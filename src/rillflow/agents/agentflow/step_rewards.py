@@ -19,7 +19,7 @@ from rillflow.agents.agentflow.actions import ANSWER, Decision
 from rillflow.agents.agentflow.planner import CONTINUATION, ROLE, AskedState
 from rillflow.agents.agentflow.prm_text import prm_row, without_results
 from rillflow.agents.rewards.process import ProcessReward
-from rillflow.agents.workflows.wording import checker
+from rillflow.agents.workflows.multi_policy import checker
 
 if TYPE_CHECKING:
     from rillflow.agents.agentflow.loop import Flow, Position

@@ -1,7 +1,7 @@
-"""ALFWorld's own games: `folder` is the one that `alfworld-download` fills (with `json_2.1.1` in it).
+"""ALFWorld's own games; `folder` is the one that `alfworld-download` fills (it has `json_2.1.1` in it).
 
-The games are played by the package's TextWorld, in processes of their own. The reward is 1 when the game is won. The
-splits are the package's: `train`, and `valid_unseen` held out (rooms that no training game has).
+The package's TextWorld plays the games in worker processes. The reward is 1 when the game is won. The splits are the
+package's: `train`, and `valid_unseen` as held out (rooms that no training game has).
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class AlfWorld(Pooled):
 
 
 def start() -> Callable[[], AlfGame]:
-    """In the worker process."""
+    """Return what makes games, in the worker process."""
     textworld = importlib.import_module("textworld")
     package = importlib.import_module("alfworld.agents.environment.alfred_tw_env")
 
@@ -59,7 +59,7 @@ def start() -> Callable[[], AlfGame]:
 
 
 class AlfGame:
-    """One game; `open_game` gives TextWorld's environment of a file."""
+    """One game; `open_game` returns TextWorld's environment for a file."""
 
     def __init__(self, open_game: Callable[[str, bool], Any]) -> None:
         self._open_game = open_game

@@ -1,8 +1,8 @@
-"""Products, how they are searched for, and what a purchase is worth.
+"""Products, their search index, and the reward of a purchase.
 
-The worth is WebShop's: the share of the goal's attributes, options and price that the purchase meets, times how well
-its type fits. Two things differ from the published code, which needs a language model of spaCy for them: nouns of a
-title are its words of three letters and more, and near attributes are those that share most of their words.
+The reward is WebShop's: the share of the goal's attributes, options and price that the purchase meets, times how well
+its type fits. Two things differ from the published code, which uses a spaCy model for them: the nouns of a title are
+its words of three letters and more, and similar attributes are those that share most of their words.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 _WORD = re.compile(r"[a-z0-9]+")
-_FOUND = 50  # products that a search gives at most
+_FOUND = 50  # most products of a search
 _NEAR = 0.85
-_EXACT = ("size",)  # options that have to match letter by letter
+_EXACT = ("size",)  # options that must match exactly
 
 
 @dataclass(frozen=True)
 class Product:
-    """`query` is what somebody would search for to find its kind, `category` the shelf it stands on."""
+    """A product. `query` is a search that finds its kind, `category` its place in the shop's hierarchy."""
 
     id: str
     title: str
@@ -40,7 +40,7 @@ class Product:
 
 @dataclass(frozen=True)
 class Goal:
-    """What a customer wants. `product` is one that meets all of it."""
+    """What a customer wants. `product` is a product that meets all of it."""
 
     instruction: str
     product: str
@@ -57,7 +57,7 @@ def words(text: str) -> list[str]:
 
 
 class Index:
-    """BM25 over all that is written about a product; equal scores stay in the catalogue's order."""
+    """BM25 over the texts of products; equal scores keep the catalogue's order."""
 
     def __init__(self, products: Sequence[Product]) -> None:
         self.products = list(products)
@@ -83,7 +83,7 @@ class Index:
 
 
 def worth(goal: Goal, bought: Product, chosen: Mapping[str, str]) -> float:
-    """From 0 to 1."""
+    """Return the reward of a purchase, from 0 to 1."""
     met = _attributes_met(goal, bought) + _options_met(goal, bought, chosen) + (bought.price <= goal.price)
     return type_worth(goal, bought) * met / (len(goal.attributes) + len(goal.options) + 1)
 
@@ -109,7 +109,7 @@ def _attributes_met(goal: Goal, bought: Product) -> int:
 
 
 def _options_met(goal: Goal, bought: Product, chosen: Mapping[str, str]) -> int:
-    """Of the options that were chosen, those that the goal names; never more than it names."""
+    """Return how many chosen options the goal names; never more than it names."""
     wanted = [value.lower() for value in goal.options.values()]
     met = 0
     for name, value in chosen.items():
@@ -119,6 +119,6 @@ def _options_met(goal: Goal, bought: Product, chosen: Mapping[str, str]) -> int:
 
 
 def near(one: str, other: str) -> bool:
-    """Whether one's words are (nearly) all among the other's."""
+    """Return whether two texts share most of their words."""
     a, b = set(words(one)), set(words(other))
     return bool(a and b) and len(a & b) / min(len(a), len(b)) > _NEAR

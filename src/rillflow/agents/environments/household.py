@@ -1,11 +1,11 @@
-"""A household in the manner of ALFWorld: a room with receptacles and things, and one errand to run in it.
+"""A household like ALFWorld's: a room with receptacles and things, and one errand to do in it.
 
-The six kinds of errands: put a thing somewhere (`place`), put it there `clean`, `heat`ed or `cool`ed, put `two` of
-them there, and look at one under a lamp (`light`). What is in a receptacle is seen only when standing at it, and in
-one with a door only when that is open. The reward is 1 when the errand is done, and nothing before.
+The six kinds of errands: put a thing somewhere (`place`), put it there `clean`, `heat`ed or `cool`ed, put `two` of them
+there, and look at one under a lamp (`light`). The content of a receptacle is visible only from nearby, and only if its
+door is open. The reward is 1 when the errand is done and 0 before.
 
-Invariants: every world can be won, and `plan` wins it knowing no more than what was seen; the splits ask for different
-pairs of thing and target, while every thing and every place occurs in both.
+Invariants: every world can be won, and `plan` wins it with only what was seen. The splits ask for different pairs of
+thing and target; every thing and every place occurs in both.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from rillflow.agents.environments.world import Turn, World, check_split, held_ou
 
 
 class Scene(NamedTuple):
-    """A kind of room: what may stand in it, what always does, and what lies about."""
+    """A kind of room: its possible receptacles, its fixtures, its things and its errands."""
 
     places: tuple[str, ...]
     fixtures: tuple[str, ...]
@@ -48,7 +48,7 @@ SCENES = {
         ("book", "pen", "phone", "key", "watch", "clock", "sock", "ball"),
         ("place", "light", "two"),
     ),
-    # In words that the shipped tiny policy has whole: one token each.
+    # Each of these words is one token of the shipped tiny policy.
     "storeroom": Scene(
         ("red box", "blue box", "green box", "black box", "white box"),
         (),
@@ -57,7 +57,7 @@ SCENES = {
     ),
 }
 DOORS = {"drawer", "cupboard", "fridge"}
-# An errand that changes a thing: what it is then, where that is done, and with which word.
+# Errands that change a thing: its state afterwards, and where it is changed.
 CHANGES = {"clean": ("clean", "sink"), "heat": ("hot", "stove"), "cool": ("cold", "fridge")}
 TASKS = ("place", "clean", "heat", "cool", "two", "light")
 SIZES = ("small", "full")
@@ -68,7 +68,7 @@ _WITH = re.compile(r"(clean|heat|cool) (.+?) with (.+)")
 
 @dataclass
 class Room:
-    """Where everything is. `where` is a receptacle's name, or `hand`."""
+    """The state of a room. `where` maps each thing to a receptacle, or to `hand`."""
 
     spots: list[str]
     where: dict[str, str]
@@ -90,7 +90,7 @@ class Room:
 
 @dataclass(frozen=True)
 class Errand:
-    """`count` things of a kind in one state, in a receptacle of a kind."""
+    """What to do: bring `count` things of a kind, in one state, to a receptacle of a kind."""
 
     task: str
     thing: str
@@ -109,7 +109,7 @@ class Errand:
         return f"put {what} in {self.place}"
 
     def fits(self, room: Room, thing: str) -> bool:
-        """Whether it is of the kind and in the state that is asked for."""
+        """Return whether a thing has the kind and the state that the errand asks for."""
         right = kind_of(thing) == self.thing
         return right and (self.task not in CHANGES or room.states.get(thing) == CHANGES[self.task][0])
 
@@ -126,7 +126,7 @@ class Errand:
 
 
 class Household(World):
-    """A payload has `world`, `scene`, `task`, `thing`, `place` and `size`; what it lacks is drawn."""
+    """A payload has `world`, `scene`, `task`, `thing`, `place` and `size`; missing ones are drawn at random."""
 
     def __init__(self, *, steps: int = 50, size: str = "full") -> None:
         super().__init__(steps=steps)
@@ -160,7 +160,7 @@ class Household(World):
         return sorted(possible(self.room))
 
     async def plan(self) -> list[str]:
-        """What one who knows the errand would do who has seen what was seen, and searches in order."""
+        """Return the actions of a player that knows the errand and what was seen, and searches in order."""
         room, found = copy.deepcopy(self.room), []
         while not self.errand.done(room):
             found.append(search(room, self.errand))
@@ -173,7 +173,7 @@ def kind_of(name: str) -> str:
 
 
 def furnish(scene: Scene, errand: Errand, size: str, draw: random.Random) -> Room:
-    """A room in which the errand can be run and is not done."""
+    """Return a room in which the errand is possible and not yet done."""
     needed = list(scene.fixtures) if size == "full" else _needed(scene, errand)
     others = [place for place in scene.places if place != errand.place]
     if size == "small":
@@ -208,7 +208,7 @@ def view(room: Room) -> str:
 
 
 def obey(room: Room, action: str) -> str | None:
-    """Do it; what is seen then, or None where it makes no sense."""
+    """Take an action and return what is seen then, or None if the action makes no sense."""
     return next((said for rule in _RULES if (said := rule(room, action)) is not None), None)
 
 
@@ -302,11 +302,11 @@ def possible(room: Room) -> Iterator[str]:
 
 
 def search(room: Room, errand: Errand) -> str:
-    """The next action of one who knows the rules and what was seen, and looks for the rest in the room's order."""
+    """Return the next action of a player that knows the rules and what was seen, and searches in the room's order."""
     held = room.held()
     if held is not None and kind_of(held) == errand.thing:
         return _bring(room, errand, held)
-    if held is not None:  # something else: out of the hands with it
+    if held is not None:  # another thing: put it down
         spot = room.here if room.here is not None and kind_of(room.here) != "lamp" else room.spots[0]
         return _at(room, spot) or f"put {held} in {spot}"
     done = errand.delivered(room)
@@ -331,14 +331,14 @@ def _bring(room: Room, errand: Errand, held: str) -> str:
 
 
 def _at(room: Room, spot: str) -> str | None:
-    """What is still to be done to stand at the open receptacle."""
+    """Return the next action towards an open receptacle, or None if the player stands there."""
     if room.here != spot:
         return f"go to {spot}"
     return f"open {spot}" if room.shut(spot) else None
 
 
 def errands(split: str) -> list[tuple[str, str, str, str]]:
-    """All (scene, task, thing, place) that the split may ask for."""
+    """Return all (scene, task, thing, place) of a split."""
     check_split(split)
     return [
         (name, task, thing, place)
@@ -359,7 +359,7 @@ def prompts(
     tasks: list[str] | None = None,
     scenes: list[str] | None = None,
 ) -> Iterator[dict[str, Any]]:
-    """Errands of the split in rooms of their own; `tasks` and `scenes` are the kinds asked for."""
+    """Yield errands of a split, each in its own room; `tasks` and `scenes` select kinds."""
     choices = [errand for errand in errands(split) if errand[0] in (scenes or SCENES) and errand[1] in (tasks or TASKS)]
     if not choices:
         raise ValueError(

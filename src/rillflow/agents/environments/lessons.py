@@ -1,6 +1,6 @@
-"""Demonstrations by an environment's own gold player, as the workflow `game` would have recorded them.
+"""Demonstrations by an environment's own gold player, in the form in which the workflow `game` records episodes.
 
-The same arguments give the same rows, in the shape of `rillflow fit` with `task: sft`. Every demonstration wins.
+The same arguments give the same rows, for `rillflow fit` with `task: sft`. Every demonstration wins.
 """
 
 from __future__ import annotations
@@ -10,7 +10,8 @@ from collections.abc import AsyncIterator, Iterator, Mapping
 from typing import Any
 
 from rillflow.agents.environments.registry import ENVIRONMENTS, environment_factory
-from rillflow.agents.workflows.game import observed, opening, read_options, spoken
+from rillflow.agents.options import read_options
+from rillflow.agents.workflows.game import GameOptions, observed, opening, spoken
 from rillflow.config import resolve_object
 from rillflow.errors import ConfigError
 
@@ -25,14 +26,14 @@ def demonstrations(
     game: Mapping[str, Any] | None = None,
     prompts: Mapping[str, Any] | None = None,
 ) -> Iterator[dict[str, Any]]:
-    """`options` are the environment's, `game` those of the workflow, `prompts` more arguments of its generator."""
+    """Yield rows for sft; `options` are the environment's, `game` the workflow's, `prompts` the generator's."""
     if environment not in ENVIRONMENTS or ENVIRONMENTS[environment].prompts is None:
-        raise ConfigError(f"there are no lessons of {environment!r}", "name a shipped environment that makes prompts")
+        raise ConfigError(f"there are no lessons for {environment!r}", "name a shipped environment that makes prompts")
     made = environment_factory(environment, options or {})()
     generate = resolve_object(ENVIRONMENTS[environment].prompts or "")
     rows = generate(split=split, count=count, seed=seed, **(prompts or {}))
     with asyncio.Runner() as runner:
-        played = _played(made, rows, read_options(game or {}))
+        played = _played(made, rows, read_options("game", game or {}, GameOptions))
         try:
             while (row := runner.run(anext(played, None))) is not None:
                 yield row
@@ -53,5 +54,5 @@ async def _played(made: Any, rows: Iterator[dict[str, Any]], options: Any) -> As
             earned += seen.reward
             messages += [spoken(action, options), observed(seen, options)]
         if not plan or not seen.done or earned < 1.0:
-            continue  # a gold path that does not lead there: some of TextWorldExpress's own
+            continue  # some gold paths of TextWorldExpress do not win
         yield {"id": row["id"], "payload": {"messages": messages[:-1]}}

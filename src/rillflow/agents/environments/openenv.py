@@ -1,9 +1,8 @@
-"""A client of OpenEnv servers (meta-pytorch/OpenEnv): an environment that runs somewhere else.
+"""A client of OpenEnv servers (meta-pytorch/OpenEnv): an environment in another process or on another host.
 
-Over a WebSocket (`/ws`) an episode has a session of its own for as long as the connection lasts; this is what the
-package's own client speaks. Over plain HTTP (`/reset`, `/step`) the server decides whether calls belong together; ours
-go by `episode_id`. A server that goes away, is late or breaks the protocol is EnvironmentLost: the episode is played
-again, and never scored.
+Over a WebSocket (`/ws`) an episode has its own session as long as the connection lasts; the package's own client uses
+this. Over plain HTTP (`/reset`, `/step`) the server decides which calls belong together; ours carry an `episode_id`. A
+server that goes away, is late or breaks the protocol is EnvironmentLost: the episode is played again and not scored.
 """
 
 from __future__ import annotations
@@ -26,10 +25,11 @@ _LOST = "look at the server's log; the episode is played again"
 
 
 class OpenEnv:
-    """`url` is the server's base. `action` is the field of the action object that gets the text (with None the text
-    has to be the object), `text` the field of the observation that is shown (with None all of it, as JSON).
+    """An environment at the base URL `url`.
 
-    The payload's `reset` (an object) goes to the server with the seed; without one, the whole payload does.
+    `action` is the field of the action object that holds the text (with None the text must be the object itself);
+    `text` is the field of the observation that is shown (with None all of it, as JSON). The payload's `reset` (an
+    object) is sent to the server with the seed; without it, the whole payload is.
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class OpenEnv:
         return self._observation(await self._say("reset", data))
 
     async def step(self, action: str) -> Observation:
-        """Text that is not the object it should be is told to the model: the server is not asked."""
+        """Take an action. Text that is not a valid action object is answered here, without asking the server."""
         if not self._episode:
             raise EnvironmentLost("the environment was not reset", "call reset before the first step")
         data = {self._action: action} if self._action is not None else _object(action)
@@ -69,7 +69,7 @@ class OpenEnv:
         return self._observation(await self._say("step", data))
 
     async def state(self) -> dict[str, Any]:
-        """What the server tells of the episode: its id, the steps taken, and whatever it adds."""
+        """Return the server's state of the episode: its id, its steps, and whatever the server adds."""
         return await self._say("state", {})
 
     async def close(self) -> None:
@@ -146,7 +146,7 @@ class OpenEnv:
 
 
 async def _whole(response: aiohttp.ClientResponse) -> bytes:
-    """The body to its end, in however many pieces it comes; ValueError where it is larger than any answer may be."""
+    """Return the whole body; ValueError if it is larger than LARGEST."""
     body = bytearray()
     async for piece in response.content.iter_any():
         body += piece

@@ -1,8 +1,8 @@
 """Any environment as an OpenEnv server: `rillflow environments --serve NAME`.
 
-Closed by default: it listens on loopback, and every route but `/health` wants its token, as a bearer token or as the
+Closed by default: it listens on loopback, and every route except `/health` needs its token, as a bearer token or as the
 first part of the path (`http://host:port/TOKEN`, for clients that send no headers). Episodes, bodies and idle time are
-bounded. A WebSocket has an episode of its own; plain HTTP goes by `episode_id`, without one by the empty one.
+bounded. A WebSocket has its own episode; plain HTTP uses `episode_id`, by default the empty one.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ SCHEMA: dict[str, Any] = {
 
 
 class Refused(Exception):
-    """What the client did wrong, in the protocol's words."""
+    """A client's mistake, with the protocol's code for it."""
 
     def __init__(self, code: str, message: str) -> None:
         super().__init__(message)
@@ -43,7 +43,7 @@ class Refused(Exception):
 
 
 class Played:
-    """One episode."""
+    """One episode of the server."""
 
     def __init__(self, environment: Environment) -> None:
         self.environment = environment
@@ -76,7 +76,7 @@ def _told(seen: Observation) -> dict[str, Any]:
 
 
 class OpenEnvServer:
-    """`make` makes an environment for each episode. `start` gives the base URL, with the token in it."""
+    """A server that makes an environment for each episode with `make`. `start` returns its URL with the token."""
 
     def __init__(self, name: str, make: Callable[[], Environment], token: str) -> None:
         self._name, self._make, self._token = name, make, token
@@ -176,7 +176,7 @@ class OpenEnvServer:
                     break
                 await socket.send_json(answer)
         except TimeoutError:
-            pass  # nobody has said anything for long
+            pass  # the connection was idle for too long
         finally:
             self._sockets -= 1
             await played.environment.close()
@@ -185,7 +185,7 @@ class OpenEnvServer:
 
 
 async def _answered(played: Played, text: str) -> dict[str, Any] | None:
-    """What follows from a message; None to end it."""
+    """Return the answer to a message; None ends the connection."""
     try:
         message = json.loads(text)
         return await _obeyed(played, message if isinstance(message, dict) else {})

@@ -1,21 +1,38 @@
-"""An environment whose game is played in a process of a pool."""
+"""Environments whose library blocks: their games are played in worker processes, shared by all episodes of a node."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
+from functools import cache
+from typing import Any, Protocol
 
 import msgspec
 
-from rillflow.agents.environments.pool import Seat, shared_pool
+from rillflow.agents.processes import IDLE_SECONDS, Pool, Seat, WorkerFailed, WorkerLost
+from rillflow.config import resolve_object
 from rillflow.errors import EnvironmentLost
 from rillflow.types import Observation
 
-WAIT_SECONDS = 600.0  # for a game to get free
+WAIT_SECONDS = 600.0  # until a game is free
+_LOST = "the episode is played again; if it happens often, look at the environment's last output in the message"
+
+
+class Game(Protocol):
+    """One game of a library, in the worker process. Its answers are dicts with the fields of `Observation`."""
+
+    def reset(self, payload: dict[str, Any], seed: int, options: dict[str, Any]) -> dict[str, Any]:
+        """Begin the game of a payload; `plan` may hold the gold path."""
+
+    def step(self, action: str) -> dict[str, Any]:
+        """Take one action."""
+
+    def ask(self, what: str, arguments: dict[str, Any]) -> Any:
+        """Answer anything else that the library knows."""
 
 
 class Pooled:
-    """`kind` is the module:function that the process calls for its games; `options` reach each game's reset."""
+    """An environment in a worker process. `kind` is the module:function that makes its games in the process; `options`
+    are passed to each reset; `timeout` is that of one call."""
 
     def __init__(self, kind: str, *, workers: int, games: int, timeout: float, options: Mapping[str, Any]) -> None:
         if workers < 1 or games < 1 or timeout <= 0:
@@ -27,33 +44,93 @@ class Pooled:
         self._left: list[str] = []
 
     async def reset(self, payload: Mapping[str, Any], seed: int) -> Observation:
+        """Begin an episode, in the game of the last one or in another that is free."""
         if self._seat is None or self._seat.worker.dead:
             await self.close()
-            self._seat = await shared_pool(self._kind, self._workers, self._games).take(WAIT_SECONDS)
-        said = await self._seat.call("reset", self._timeout, payload=dict(payload), seed=seed, options=self._options)
-        self._left = said.pop("plan", [])
-        return _observation(said)
+            self._seat = await self._take()
+        answer = await self._call(
+            self._seat, {"do": "reset", "payload": dict(payload), "seed": seed, "options": self._options}
+        )
+        self._left = answer.pop("plan", [])
+        return _observation(answer)
 
     async def step(self, action: str) -> Observation:
+        """Take one action."""
         if self._seat is None:
             raise EnvironmentLost("the environment was not reset", "call reset before the first step")
-        said = await self._seat.call("step", self._timeout, action=action)
-        # A gold path is one from the beginning: it is worth nothing behind another step.
+        answer = await self._call(self._seat, {"do": "step", "action": action})
+        # The gold path starts at the beginning: after any other action it is not valid any more.
         self._left = self._left[1:] if self._left and action == self._left[0] else []
-        return _observation(said)
+        return _observation(answer)
 
     async def plan(self) -> list[str]:
-        """What is left of the gold path, as long as it was followed."""
+        """Return the rest of the gold path, or an empty list once the episode has left it."""
         return list(self._left)
 
     async def close(self) -> None:
+        """Give the game back."""
         if self._seat is not None:
             self._seat.give_back()
             self._seat = None
 
+    async def _take(self) -> Seat:
+        try:
+            return await _pool(self._kind, self._workers, self._games).take(WAIT_SECONDS)
+        except TimeoutError as error:
+            raise EnvironmentLost(
+                f"{error}: {self._workers} processes play {self._games} games each",
+                "raise the environment's `workers` or `games`, or lower rollout.episodes",
+            ) from None
 
-def _observation(said: Any) -> Observation:
+    async def _call(self, seat: Seat, question: dict[str, Any]) -> Any:
+        try:
+            return await seat.call(question, self._timeout)
+        except (WorkerFailed, WorkerLost) as error:
+            raise EnvironmentLost(str(error), _LOST) from error
+
+
+def ask_library(kind: str, what: str, arguments: Mapping[str, Any], seconds: float) -> Any:
+    """Ask the library of `kind` something outside an episode, in a process that ends afterwards. It blocks."""
+    pool = game_pool(kind, workers=1, games=1)
     try:
-        return msgspec.convert(said, Observation)
+        return pool.take_here().call_here({"do": what, "arguments": dict(arguments)}, seconds)
+    except (WorkerFailed, WorkerLost) as error:
+        raise EnvironmentLost(str(error), _LOST) from error
+    finally:
+        pool.close()
+
+
+def game_pool(kind: str, *, workers: int, games: int, idle: float = IDLE_SECONDS) -> Pool:
+    """Return a new pool of processes that play games of `kind`."""
+    command = [f"{__name__}:play_games", kind]
+    return Pool(f"the process of {kind}", command, workers=workers, seats=games, idle=idle)
+
+
+@cache
+def _pool(kind: str, workers: int, games: int) -> Pool:
+    return game_pool(kind, workers=workers, games=games)
+
+
+def play_games(kind: str) -> Callable[[dict[str, Any]], Any]:
+    """Return the handler of a worker process. The game of a seat is made when the seat is first used."""
+    make: Callable[[], Game] = resolve_object(kind)()
+    games: dict[int, Game] = {}
+
+    def handle(question: dict[str, Any]) -> Any:
+        seat, do = question["seat"], question["do"]
+        if seat not in games:
+            games[seat] = make()
+        if do == "reset":
+            return games[seat].reset(question["payload"], question["seed"], question["options"])
+        if do == "step":
+            return games[seat].step(question["action"])
+        return games[seat].ask(do, question["arguments"])
+
+    return handle
+
+
+def _observation(answer: Any) -> Observation:
+    try:
+        return msgspec.convert(answer, Observation)
     except msgspec.ValidationError as error:
-        raise EnvironmentLost(f"the environment's process answered something else: {error}", "report it") from error
+        raise EnvironmentLost(f"the environment's process did not send an observation: {error}", "report it") from error

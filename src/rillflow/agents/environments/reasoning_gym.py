@@ -1,8 +1,8 @@
 """One question of a reasoning-gym dataset, one answer, scored by the dataset's own scorer.
 
-A payload is the entry (`question`, `answer`, `metadata`) with its `source_dataset`, as `data.*.reasoning_gym` gives it
-and as `prompts` here makes it. Entry i is drawn from its seed + i; the splits' seeds are far apart. That source
-makes all of them, in a process whose hash seed is fixed: the same seed gives the same question everywhere.
+A payload is the entry (`question`, `answer`, `metadata`) with its `source_dataset`, as `data.*.reasoning_gym` and
+`prompts` make it. Entry i has the seed plus i; the seeds of the splits are far apart. Entries are made in a process
+with a fixed hash seed, so the same seed gives the same question everywhere.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ _ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL | re.IGNORECASE)
 
 
 class ReasoningGym(World):
-    """`partial` keeps the scorer's shares of a point; without it only a whole point counts.
+    """An environment of one step. Without `partial` a score below 1 counts as 0.
 
-    `dataset` and `arguments` make an entry where the payload has no question; that takes a process for each episode.
+    `dataset` and `arguments` make an entry if the payload has no question; that starts a process for each episode.
     """
 
     def __init__(self, *, dataset: str | None = None, arguments: dict[str, Any] | None = None, partial: bool = True):
@@ -68,7 +68,7 @@ class ReasoningGym(World):
 
 
 def score_entry(entry: Mapping[str, Any], answer: str | None) -> float:
-    """What the dataset's own scorer gives, from 0 to 1."""
+    """Return the score of the dataset's own scorer, from 0 to 1."""
     score = float(_scorer(entry["source_dataset"])(answer, dict(entry)))
     return min(max(score, 0.0), 1.0)
 
@@ -76,7 +76,7 @@ def score_entry(entry: Mapping[str, Any], answer: str | None) -> float:
 def prompts(
     split: str, count: int, seed: int, dataset: str = "leg_counting", arguments: dict[str, Any] | None = None
 ) -> Iterator[dict[str, Any]]:
-    """`arguments` are those of `reasoning_gym.create_dataset` but `seed` and `size`."""
+    """Yield entries of a dataset; `arguments` are those of `reasoning_gym.create_dataset` without `seed` and `size`."""
     check_split(split)
     first = seed * _MOST + (_FAR if split == "heldout" else 0)
     if not 0 <= seed < _FAR // _MOST or count > _MOST:

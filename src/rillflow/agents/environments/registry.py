@@ -1,7 +1,7 @@
 """Environments by name.
 
-An environment is what `contracts.Environment` says. Its options are the keyword arguments of its class: unknown ones,
-and values of another type than the class declares, are refused when the recipe is read, not in the first episode.
+The options of an environment are the keyword arguments of its class. Unknown options and values of a wrong type are
+refused when the recipe is read.
 """
 
 from __future__ import annotations
@@ -11,9 +11,11 @@ import typing
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
-from pydantic import ConfigDict, ValidationError, create_model
+from pydantic import ConfigDict, create_model
 
+from rillflow.agents.options import read_options
 from rillflow.config import resolve_object
+from rillflow.config.base import Section
 from rillflow.contracts import Environment
 from rillflow.errors import ConfigError, did_you_mean
 
@@ -21,12 +23,12 @@ _HERE = "rillflow.agents.environments"
 
 
 class Known(NamedTuple):
-    """One that is shipped. `prompts` is the generator of its prompts, where it makes its own."""
+    """A shipped environment. `prompts` is the generator of its prompts, if it has one."""
 
     target: str
     about: str
     prompts: str | None
-    needs: str = ""  # what `pip install` has to name
+    needs: str = ""  # the argument of `pip install`
 
 
 def _known(module: str, name: str, about: str, *, prompts: bool = True, package: str = "") -> Known:
@@ -52,8 +54,18 @@ ENVIRONMENTS: dict[str, Known] = {
 }
 
 
+class _Options(Section):
+    """The options of a class, made from its signature; a default is not checked."""
+
+    model_config = ConfigDict(arbitrary_types_allowed=True, validate_default=False)
+
+
+class _AnyOptions(_Options):
+    model_config = ConfigDict(extra="allow")
+
+
 def environment_factory(name: str, options: Mapping[str, Any]) -> Callable[[], Environment]:
-    """`name` is one of the shipped, or module:Class; every call of what is returned makes an environment."""
+    """Return a function that makes environments; `name` is a shipped one or module:Class."""
     made = resolve_object(target_of(name))
     if not callable(made):
         raise ConfigError(f"environment {name} is not a class", "give a class with async reset, step and close")
@@ -62,7 +74,7 @@ def environment_factory(name: str, options: Mapping[str, Any]) -> Callable[[], E
 
 
 def target_of(name: str) -> str:
-    """module:Class of a name."""
+    """Return the module:Class of a name."""
     if name in ENVIRONMENTS:
         return ENVIRONMENTS[name].target
     if ":" in name:
@@ -75,7 +87,7 @@ def target_of(name: str) -> str:
 
 
 def checked_options(name: str, made: Callable[..., Any], options: Mapping[str, Any]) -> dict[str, Any]:
-    """The options that were given, each of the type that the class declares for it."""
+    """Return the given options, converted to the types that the class declares."""
     parameters = inspect.signature(made).parameters.values()
     hints = typing.get_type_hints(made.__init__ if inspect.isclass(made) else made)
     fields: dict[str, Any] = {
@@ -84,15 +96,7 @@ def checked_options(name: str, made: Callable[..., Any], options: Mapping[str, A
         if parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
     }
     free = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
-    config = ConfigDict(extra="allow" if free else "forbid", arbitrary_types_allowed=True)
-    try:
-        checked = create_model("Options", __config__=config, **fields)(**options)
-    except ValidationError as error:
-        first = error.errors()[0]
-        option = ".".join(map(str, first["loc"]))
-        nearest = "" if option in fields else did_you_mean(option, fields)
-        raise ConfigError(
-            f"environment {name}: option {option}: {first['msg']}",
-            f"{nearest}it has: {', '.join(fields) or 'none'}",
-        ) from error
+    base: type[_Options] = _AnyOptions if free else _Options
+    declared: type[_Options] = create_model("Options", __base__=base, **fields)
+    checked = read_options(f"environment {name}", options, declared)
     return {option: getattr(checked, option) for option in options}

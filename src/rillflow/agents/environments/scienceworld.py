@@ -1,7 +1,7 @@
 """ScienceWorld: thirty school experiments in a small town. A Java process plays one at a time.
 
-A reward is what the step added to the score, which goes from 0 to 1; an experiment that was spoiled has the score -1.
-The package's own variations for training and testing are the splits.
+A step's reward is its change of the score, which goes from 0 to 1; a spoiled experiment has the score -1. The splits
+are the package's own variations for training and testing.
 """
 
 from __future__ import annotations
@@ -17,8 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from rillflow.agents.environments.java import start_java
-from rillflow.agents.environments.pool import Pool
-from rillflow.agents.environments.pooled import Pooled
+from rillflow.agents.environments.pooled import Pooled, ask_library
 from rillflow.agents.environments.world import check_split, rows
 from rillflow.errors import ConfigError
 
@@ -27,10 +26,10 @@ _ASK_SECONDS = 60.0
 
 
 class ScienceWorld(Pooled):
-    """A payload has `task` and `variation`, perhaps `simplifications` (easy, or several with commas between).
+    """A payload has `task` and `variation`, and may have `simplifications` (easy, or several separated by commas).
 
-    Its objects share one random state in the library, so a process has one game. `timeout` is that of one call; with
-    `list_actions` observations name all valid actions, which takes the library a moment each time.
+    All objects share one random state in the library, so a process plays one game. `timeout` is that of one call. With
+    `list_actions` observations list all valid actions, which slows each step down.
     """
 
     def __init__(
@@ -56,7 +55,7 @@ class ScienceWorld(Pooled):
 
 
 def start() -> Callable[[], ScienceGame]:
-    """In the worker process: a Java machine, and what makes a game in it."""
+    """Start a Java machine in the worker process and return what makes games in it."""
     machine = start_java(importlib.import_module("scienceworld.constants").JAR_PATH)
     return lambda: ScienceGame(machine.scienceworld.runtime.pythonapi.PythonInterface())
 
@@ -115,7 +114,7 @@ class ScienceGame:
 
 
 def in_order(text: str) -> str:
-    """The library lists what is in a room in another order each time: items of a list are sorted, block by block."""
+    """Return a text whose lists are sorted: the library lists the things in a room in a random order."""
     blocks = groupby(text.split("\n"), key=lambda line: line.startswith("\t"))
     return "\n".join(line for listed, block in blocks for line in (sorted(block) if listed else block))
 
@@ -123,7 +122,7 @@ def in_order(text: str) -> str:
 def prompts(
     split: str, count: int, seed: int, task: str | list[str] = "find-living-thing", simplifications: str = "easy"
 ) -> Iterator[dict[str, Any]]:
-    """Variations of the fold that belongs to the split; several tasks take turns."""
+    """Yield variations of a split; several tasks take turns."""
     check_split(split)
     _check_installed()
     tasks = [task] if isinstance(task, str) else task
@@ -141,7 +140,7 @@ def prompts(
 
 
 def task_names() -> list[str]:
-    """All tasks that the package has."""
+    """Return all tasks of the package."""
     _check_installed()
     spec = importlib.util.find_spec("scienceworld")
     assert spec is not None
@@ -152,13 +151,8 @@ def task_names() -> list[str]:
 
 @cache
 def _variations(task: str) -> list[list[int]]:
-    pool = Pool(f"{__name__}:start", workers=1, games=1)
-    try:
-        seat = pool.take_here()
-        found: list[list[int]] = seat.call_here("variations", _ASK_SECONDS, arguments={"task": task})
-        return found
-    finally:
-        pool.close()
+    found: list[list[int]] = ask_library(f"{__name__}:start", "variations", {"task": task}, _ASK_SECONDS)
+    return found
 
 
 def _check_installed() -> None:

@@ -1,11 +1,10 @@
-"""A shop in the manner of WebShop: search, look at what was found, choose options, buy.
+"""A shop like WebShop's: search, look at results, choose options, buy.
 
-Actions are `search[words]` and `click[what is written on a button]`, as published. The one that counts is `click[buy
-now]`: it ends the episode with what the purchase is worth (`catalogue.worth`). The catalogue is made from the world's
-number, so no two goals share one.
+Actions are `search[words]` and `click[text of a button]`, as published. `click[buy now]` ends the episode with the
+reward of the purchase (`catalogue.worth`). The catalogue is made from the world's number, so each goal has its own.
 
-Invariants: the wanted product is always there and worth 1 with the wanted options; the splits want different pairs of
-kind and colour, while every kind and every colour is sold in both.
+Invariants: the wanted product always exists and has the reward 1 with the wanted options. The splits want different
+pairs of kind and colour; every kind and every colour is sold in both.
 """
 
 from __future__ import annotations
@@ -43,7 +42,7 @@ _ALL_KINDS = [(category, kind) for category, kinds in KINDS.items() for kind in 
 
 
 class Shop(World):
-    """A payload has `world`, `kind`, `colour` and `size`; what it lacks is drawn."""
+    """A payload has `world`, `kind`, `colour` and `size`; missing ones are drawn at random."""
 
     def __init__(self, *, steps: int = 15, size: str = "full") -> None:
         super().__init__(steps=steps)
@@ -129,11 +128,11 @@ class Shop(World):
         return "Found: " + "; ".join(f"{p.id.lower()} {p.title} ${p.price:g}" for p in self._shown()) + "."
 
     def actions(self) -> list[str] | None:
-        """A search may be for any words: where one is possible, nothing is listed."""
+        """Return the buttons; None on the search page, where any words are possible."""
         return sorted(f"click[{button}]" for button in self._buttons()) if self.searched else None
 
     async def plan(self) -> list[str]:
-        """From the search page: look for the wanted product by its kind and attributes, and buy it."""
+        """Return the actions that find the wanted product by its kind and attributes, and buy it."""
         query = " ".join((self.goal.query, *self.goal.attributes))
         place = [product.id for product in self.index.search(query)].index(self.goal.product)
         clicks = [NEXT] * (place // PAGE) + [self.goal.product.lower(), *self.goal.options.values(), BUY]
@@ -142,7 +141,7 @@ class Shop(World):
 
 
 def stock(category: str, kind: str, colour: str, size: int, draw: random.Random) -> tuple[list[Product], Goal]:
-    """A catalogue of so many products, and a goal that the first made of them meets."""
+    """Return a catalogue of `size` products, and a goal that one of them meets."""
     ids = draw.sample(range(100, 1000), size)
     products = []
     for place, number in enumerate(ids):
@@ -174,11 +173,12 @@ def stock(category: str, kind: str, colour: str, size: int, draw: random.Random)
 
 
 def _another(category: str, kind: str, draw: random.Random) -> tuple[str, str]:
-    """A third of what is sold is of the kind that is wanted, so that the kind alone does not find it."""
+    """Return another product's kind. A third are of the wanted kind, so the kind alone does not find the product."""
     return (category, kind) if draw.random() < 1 / 3 else draw.choice(_ALL_KINDS)
 
 
 def prompts(split: str, count: int, seed: int, size: str = "full") -> Iterator[dict[str, Any]]:
+    """Yield `count` prompts of a split."""
     check_split(split)
     pairs = [
         (kind, colour)

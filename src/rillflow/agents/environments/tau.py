@@ -1,10 +1,10 @@
-"""A customer to be served, in the manner of tau-bench: tools, a database, rules, and somebody who wants something.
+"""A customer service desk like tau-bench's: tools, a database, rules, and a customer with a wish.
 
-An action is a tool call, written as JSON `{"name": …, "arguments": {…}}`, or text for the customer. The reward is 1
-when the customer leaves with the database as it should be and was told what it had to be told, else 0.
+An action is a tool call, written as JSON `{"name": …, "arguments": {…}}`, or text for the customer. The reward is 1 if
+the database is right when the customer leaves, and the customer was told the facts that it asked for; else 0.
 
-With `user: script` the customer is part of the world. With `user: role` somebody else speaks for it (the workflow
-`tau`): text for the customer is then answered by `info["awaits_customer"]`, and `leave` ends the episode.
+With `user: script` the customer is part of the environment. With `user: role` the workflow `tau` plays the customer:
+the observation of a text then has `info["awaits_customer"]`, and `leave` ends the episode.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ _NOTHING: retail.Database = {"users": {}, "orders": {}, "items": {}}
 
 
 class Tau(World):
-    """A payload has `world` and `wish`; what it lacks is drawn. With `brief` the rules and the tools are left out of
-    the first observation, for workflows that say them elsewhere (`info["rules"]`, `info["tools"]`)."""
+    """A payload has `world` and `wish`; missing ones are drawn at random. With `brief` the first observation leaves out
+    the rules and the tools, for workflows that send `info["rules"]` and `info["tools"]` themselves."""
 
     def __init__(self, *, steps: int = 20, user: Literal["script", "role"] = "script", brief: bool = False) -> None:
         super().__init__(steps=steps)
@@ -78,14 +78,14 @@ class Tau(World):
         return seen
 
     async def leave(self) -> Observation:
-        """The customer, whom somebody else plays, has gone."""
+        """End the episode, because the customer that a role plays has left."""
         self._state = "over"
         reward = float(self.served())
         info = {"invalid": False, "won": reward == 1.0, "steps": self._taken}
         return Observation("The customer has left.", reward, True, [], info)
 
     def served(self) -> bool:
-        """Whether everything is as the customer wants it, and nothing else was changed."""
+        """Return whether the database is as the customer wants it, and the customer was told what it asked for."""
         told = all(any(_tells(said, fact) for said in self._said) for fact in self.wish.told)
         return told and self.data == self.wanted
 
@@ -93,7 +93,7 @@ class Tau(World):
         return None
 
     async def plan(self) -> list[str]:
-        """From the beginning: who is it, what is it about, may I, done."""
+        """Return the actions of a good agent, from the beginning: identify, look up, ask, change."""
         user = self.data["users"][self.wish.user]
         found = copy.deepcopy(user)
         calls: list[tuple[str, dict[str, str]]] = [
@@ -114,13 +114,13 @@ class Tau(World):
 
 
 def _tells(said: str, fact: str) -> bool:
-    """Whether it names the fact and no other like it: a list of guesses tells nothing."""
+    """Return whether a text names the fact and no rival: a list of guesses does not count."""
     rivals = _NUMBER.findall(said) if _NUMBER.fullmatch(fact) else _STATUS.findall(said.lower())
     return set(rivals) == {fact}
 
 
 def tool_call(action: str) -> tuple[Any, Any] | None:
-    """Name and arguments, where the action is a call."""
+    """Return the name and the arguments of a tool call, or None for other actions."""
     if not action.startswith("{"):
         return None
     try:
@@ -139,7 +139,7 @@ def _signatures() -> str:
 
 
 def prompts(split: str, count: int, seed: int, wishes: list[str] | None = None) -> Iterator[dict[str, Any]]:
-    """The splits have different worlds: even numbers to train on, odd ones held out."""
+    """Yield `count` prompts; worlds with even numbers are for training, those with odd numbers are held out."""
     check_split(split)
     unknown = set(wishes or ()) - set(WISHES)
     if unknown:

@@ -1,7 +1,7 @@
-"""The retail desk of `tau`: a database of customers, orders and products, the rules of the house, and its tools.
+"""The retail desk of `tau`: a database of customers, orders and products, the rules, and the tools.
 
-Tools read and change the database and nothing else. What a model gets wrong is said in the tool's answer. The rules
-that tools can check, they check; that a customer was identified and has agreed, they cannot.
+Tools read and change only the database. A wrong call is described in the tool's answer. Tools enforce the rules that
+they can check; they cannot check that a customer was identified and has agreed.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ RULES = (
 
 
 def make_database(draw: random.Random) -> Database:
-    """Six customers with two orders each, one of them pending and one delivered."""
+    """Return six customers with two orders each, one pending and one delivered."""
     items = {
         f"I{number}": {"product": product, "variant": variant, "price": draw.randrange(5, 95)}
         for number, (product, variant) in enumerate(
@@ -61,7 +61,7 @@ def make_database(draw: random.Random) -> Database:
 
 
 class Refused(Exception):
-    """What a tool says instead of doing it."""
+    """A tool refuses a call, with this reason."""
 
 
 def find_user(data: Database, name: str, zip: str) -> Any:
@@ -146,7 +146,7 @@ def arguments_of(tool: Tool) -> list[str]:
 
 
 def schemas() -> list[dict[str, Any]]:
-    """The tools in the OpenAI shape."""
+    """Return the tools in OpenAI's format."""
     return [
         {
             "type": "function",
@@ -166,7 +166,7 @@ def schemas() -> list[dict[str, Any]]:
 
 
 def call(data: Database, name: Any, arguments: Any) -> tuple[str, bool]:
-    """What the tool says, and whether the call made sense."""
+    """Return the tool's answer, and whether the call was valid."""
     if not isinstance(name, str) or name not in TOOLS:
         return f"error: no tool {name!r:.80}; there are {', '.join(TOOLS)}", False
     tool = TOOLS[name][0]

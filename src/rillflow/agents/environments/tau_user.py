@@ -1,8 +1,8 @@
-"""The customers of `tau`: what each wants, what would satisfy it, and how one speaks that follows a script.
+"""The customers of `tau`: their wishes, what satisfies them, and a scripted customer.
 
-A wish is made from a database: `changes` are the tool calls that lead to the database that it wants, `told` what it
-has to be told. A scripted customer answers what it is asked for, as far as words tell; it says yes when it is asked to
-agree, and leaves when it is served, or when it was asked nothing that it can answer too often.
+A wish is made from a database: `changes` are the tool calls that lead to the wanted database, `told` lists the facts
+that the customer asks for. A scripted customer recognises questions by keywords. It gives its name, agrees when asked,
+and leaves when it is served, or after it had to repeat its wish too often.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 from rillflow.agents.environments import tau_retail as retail
 
 WISHES = ("cancel", "address", "return", "exchange", "total", "refused")
-PATIENCE = 4  # times that it says its wish again
+PATIENCE = 4  # times that a customer repeats its wish
 _ASKS_NAME = re.compile(r"\b(name|zip|who|identify|verify)\b", re.IGNORECASE)
 _ASKS_YES = re.compile(r"\b(confirm|agree|go on|proceed|shall i|is that (right|ok)|yes)\b", re.IGNORECASE)
 _BYE = re.compile(r"\b(bye|goodbye)\b", re.IGNORECASE)
@@ -24,7 +24,7 @@ _BYE = re.compile(r"\b(bye|goodbye)\b", re.IGNORECASE)
 
 @dataclass
 class Wish:
-    """`says` is the first thing that the customer says."""
+    """What a customer wants; `says` is its first message."""
 
     kind: str
     user: str
@@ -34,7 +34,7 @@ class Wish:
     told: list[str] = field(default_factory=list)
 
     def goal(self, data: retail.Database) -> retail.Database:
-        """The database that the customer wants."""
+        """Return the database that the customer wants."""
         wanted = copy.deepcopy(data)
         for name, arguments in self.changes:
             said, _ = retail.call(wanted, name, arguments)
@@ -77,7 +77,7 @@ def make_wish(data: retail.Database, kind: str, draw: random.Random) -> Wish:
 
 
 class ScriptedCustomer:
-    """Says what it is asked for. `left` once it has gone."""
+    """A customer that follows a script. `left` says that it has gone."""
 
     def __init__(self, wish: Wish, user: dict[str, Any]) -> None:
         self._wish = wish
@@ -86,7 +86,7 @@ class ScriptedCustomer:
         self.left = False
 
     def answer(self, text: str, *, served: bool) -> str:
-        """To what the agent said; `served` is whether it has all that it wanted."""
+        """Return the answer to the agent's text; `served` says whether the wish is fulfilled."""
         if served:
             self.left = True
             return "Thank you, that is all."
@@ -105,7 +105,7 @@ class ScriptedCustomer:
 
 
 def briefing(wish: Wish, user: dict[str, Any]) -> str:
-    """What somebody has to know who plays this customer."""
+    """Return the instructions for a role that plays this customer."""
     return (
         f"You are {user['name']}, zip code {user['zip']}, a customer of a shop, writing to its service desk. What you "
         f"want: {wish.says} Say only what you are asked for, in one short sentence. Agree when you are asked whether "

@@ -1,8 +1,8 @@
 """The games of TextWorldExpress: cookingworld, coin, twc, mapreader, arithmetic, sorting, simonsays, peckingorder.
 
-One Java process plays many games side by side, each with a state of its own; but those of `sorting` share some in the
-library, so it is played with `games: 1` only. A reward is what the step added to the
-score, which ends at 1; a lost game ends. The package's own folds of seeds are the splits.
+One Java process plays many games, each with its own state. Games of `sorting` share state in the library, so that game
+needs `games: 1`. A step's reward is its change of the score, whose maximum is 1; a lost game ends. The splits are the
+package's own folds of seeds.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ _UNKNOWN = "Unknown action"
 
 
 class TextWorldExpress(Pooled):
-    """A payload has `game`, `world` (a seed), perhaps `fold` and `parameters` (numLocations=3,includeDoors=0,…).
+    """A payload has `game`, `world` (a seed), and optionally `fold` and `parameters` (numLocations=3,includeDoors=0).
 
-    `game` and `parameters` given here stand where a payload has none. `timeout` is that of one call.
+    The options `game` and `parameters` are the defaults for payloads. `timeout` is that of one call.
     """
 
     def __init__(
@@ -53,7 +53,7 @@ class TextWorldExpress(Pooled):
 
 
 def start() -> Callable[[], TextWorldGame]:
-    """In the worker process: a Java machine, and what makes a game in it."""
+    """Start a Java machine in the worker process and return what makes games in it."""
     machine = start_java(importlib.import_module("textworld_express.constants").JAR_PATH)
     return lambda: TextWorldGame(machine.textworldexpress.runtime.PythonInterface())
 
@@ -102,7 +102,7 @@ class TextWorldGame:
 def prompts(
     split: str, count: int, seed: int, game: str | list[str] = "coin", parameters: str = ""
 ) -> Iterator[dict[str, Any]]:
-    """Games of the fold that belongs to the split; several games take turns."""
+    """Yield games of a split; several kinds take turns."""
     check_split(split)
     games = [game] if isinstance(game, str) else game
     for name in games:

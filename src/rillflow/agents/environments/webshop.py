@@ -1,7 +1,7 @@
-"""WebShop's own products and goals, played by our shop: `folder` is its data folder.
+"""WebShop's own products and goals in our shop; `folder` is WebShop's data folder.
 
 It needs the files that WebShop's `setup.sh` downloads: `items_shuffle.json` or `items_shuffle_1000.json` (products),
-`items_ins_v2.json` or `items_ins_v2_1000.json` (attributes), and `items_human_ins.json` (what people asked for). Our
+`items_ins_v2.json` or `items_ins_v2_1000.json` (attributes), and `items_human_ins.json` (people's requests). Our
 search is BM25 over the same texts; the first 500 goals are held out, as published.
 """
 
@@ -26,7 +26,7 @@ _LIMITS = [10.0 * number for number in range(1, 100)]
 
 
 class WebShop(Shop):
-    """A payload has `goal`, a goal's number."""
+    """A payload has `goal`, the number of a goal."""
 
     def __init__(self, *, folder: str, products: int | None = None, steps: int = 15) -> None:
         super().__init__(steps=steps)
@@ -40,7 +40,7 @@ class WebShop(Shop):
 
 @lru_cache(maxsize=2)
 def load(folder: str, products: int | None = None) -> tuple[Index, list[Goal]]:
-    """All products, and all goals in an order that never changes."""
+    """Return all products, and all goals in a fixed order."""
     home = Path(folder).expanduser()
     attributes = _read(home, "items_ins_v2.json", "items_ins_v2_1000.json")
     asked = _read(home, "items_human_ins.json")

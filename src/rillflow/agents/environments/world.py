@@ -1,7 +1,7 @@
-"""What every world of our own does alike.
+"""The base of our own environments, and what the generators of prompts share.
 
-Invariants: the same payload and seed give the same world; an action that makes no sense costs a step, is told, and
-changes nothing else (`info["invalid"]`); an episode ends by its own rules or after `steps` actions, and nothing
+Invariants: the same payload and seed give the same world. An invalid action costs a step, is reported
+(`info["invalid"]`) and changes nothing else. An episode ends by its own rules or after `steps` actions, and nothing
 happens after its end.
 """
 
@@ -20,7 +20,7 @@ _LONGEST = 2000  # characters of an action that are read
 
 
 class Turn(NamedTuple):
-    """What one action did."""
+    """The result of one action."""
 
     text: str
     reward: float = 0.0
@@ -29,7 +29,7 @@ class Turn(NamedTuple):
 
 
 class World(ABC):
-    """An environment in this process, whose steps take next to no time."""
+    """An environment in this process, whose steps take almost no time."""
 
     def __init__(self, *, steps: int) -> None:
         if steps < 1:
@@ -41,18 +41,18 @@ class World(ABC):
 
     @abstractmethod
     def begin(self, payload: Mapping[str, Any], seed: int) -> str:
-        """Make the world; what is seen first."""
+        """Make the world and return the first text."""
 
     @abstractmethod
     def act(self, action: str) -> Turn:
-        """Do what the action says."""
+        """Take an action."""
 
     @abstractmethod
     def actions(self) -> list[str] | None:
-        """Those possible now, sorted; None where there are too many to list."""
+        """Return the possible actions, sorted, or None if there are too many to list."""
 
     def info(self) -> dict[str, Any]:
-        """What workflows may want to know beyond the text."""
+        """Return what workflows may need beyond the text."""
         return {}
 
     async def reset(self, payload: Mapping[str, Any], seed: int) -> Observation:
@@ -83,21 +83,22 @@ class World(ABC):
 
 
 def rows(name: str, payloads: Iterator[dict[str, Any]], split: str, count: int, seed: int) -> Iterator[dict[str, Any]]:
-    """`count` prompts of these payloads, with the ids that all generators give."""
+    """Yield `count` prompts of these payloads, with the ids that all generators use."""
     for index, payload in zip(range(count), payloads, strict=False):
         yield {"id": f"{name}-{split}-{seed}-{index}", "payload": payload}
 
 
 def check_split(split: str) -> None:
+    """Raise ValueError unless `split` is `train` or `heldout`."""
     if split not in SPLITS:
         raise ValueError(f"unknown split {split!r}, expected one of {', '.join(SPLITS)}")
 
 
 def held_out(row: int, column: int) -> bool:
-    """A Latin square: a quarter of all pairs, the same share of every row and of every column."""
+    """Return whether a pair is held out: a Latin square, a quarter of every row and of every column."""
     return (row + column) % 4 == 0
 
 
 def world_random(name: str, payload: Mapping[str, Any], seed: int) -> random.Random:
-    """Of the world that the payload names; of the episode's seed where it names none."""
+    """Return the random generator of the payload's `world`, or of the episode's seed if it has none."""
     return random.Random(f"{name}/{payload.get('world', seed)}")

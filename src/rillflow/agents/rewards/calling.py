@@ -1,35 +1,61 @@
-"""Calling a reward, be it async or plain, with what its parameters name.
+"""Calling rewards, async or plain, with the arguments that their parameters name.
 
-Invariants: plain code never holds up the loop that its caller lives on, nor the exit of the process. A parameter that
-names nothing which rewards are given is refused by `parameters_of`, before anything is played.
+A reward is asked about one episode, or, if it names `group`, about all episodes of a group at once.
+
+Invariants: plain code never blocks the caller's event loop nor the exit of the process; code of group rewards never
+runs on the caller's loop at all. A parameter that names nothing known is refused by `parameters_of` before a run
+starts. Rewards are finite numbers, one for each episode, or there is none.
 """
 
 from __future__ import annotations
 
+import asyncio
 import inspect
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from functools import cached_property, partial
 from numbers import Real
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from rillflow.errors import ConfigError, RewardError
-from rillflow.types import EpisodeFacts, Scored
+from rillflow.types import EpisodeFacts, FinishedEpisode, Scored
 from rillflow.wire import in_daemon
 
 Messages = list[dict[str, Any]]
 
-OF_ANSWERS = ("payload", "answer")  # what is known as soon as there is an answer
+OF_ANSWERS = ("payload", "answer")  # known as soon as there is an answer
 NAMES = (*OF_ANSWERS, "messages", "metrics", "episode")
 GROUP = "group"
-OF_GROUPS = ("payload", GROUP)  # what a reward of a whole group is given
-_NO_PAIR = {"messages", "metrics", "episode", GROUP}  # a reward with one of these in front has named its parameters
+OF_GROUPS = ("payload", GROUP)  # the arguments of a reward of a whole group
+# A reward that has one of these among its first two parameters takes its arguments by name.
+_NO_PAIR = {"messages", "metrics", "episode", GROUP}
 _POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 _NAMED = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
 
 
+FunctionT = TypeVar("FunctionT", bound=Callable[..., Any])
+
+
+def reward(function: FunctionT) -> FunctionT:
+    """Declare a function to be a reward, and check its parameters at once.
+
+    It may name `payload`, `answer`, `messages`, `metrics` and `episode`, or `payload` and `group`; further parameters
+    are options of the recipe and need a default. It returns a number, or, for a group, one for each episode. A
+    RewardError means that there is no reward, which is never counted as 0. The function stays callable as before; a
+    recipe names it as `reward: file.py:reward`.
+
+    Example:
+
+        @rillflow.reward
+        def exact(payload, answer) -> float:
+            return float(answer == payload["answer"])
+    """
+    parameters_of(function, function.__name__, OF_GROUPS if is_of_groups(function) else NAMES)
+    return function
+
+
 class Given:
-    """What rewards are given, by name. `read` makes the messages when the first reward asks for them."""
+    """The possible arguments of rewards, by name. `read` makes the messages when the first reward asks for them."""
 
     def __init__(
         self,
@@ -46,7 +72,7 @@ class Given:
 
     @property
     def names(self) -> Sequence[str]:
-        """What is known: of an answer alone less than of an episode."""
+        """The names that are known; an answer alone has fewer than an episode."""
         return OF_ANSWERS if self.episode is None else NAMES
 
     @cached_property
@@ -56,7 +82,7 @@ class Given:
 
 
 class Parameters(NamedTuple):
-    """How a reward is called: payload and answer by their `places` or not, and what it names by keyword."""
+    """How a reward is called: with payload and answer by position (`places`), and with `names` by keyword."""
 
     places: bool
     names: tuple[str, ...] = ()
@@ -65,9 +91,9 @@ class Parameters(NamedTuple):
 def parameters_of(reward: Callable[..., Any], label: str = "", among: Sequence[str] = NAMES) -> Parameters:
     """Return how a reward is called.
 
-    The first two parameters are payload and answer, whatever they are called, unless they name something else. Others
-    are given what they name. ConfigError, about the reward called `label`, where one of them without a default names
-    nothing that is `among` what the reward can be given.
+    The first two parameters get payload and answer, whatever their names, unless they name something else. Others get
+    what they name. A parameter without a default that names nothing `among` the possible arguments is a ConfigError
+    about the reward `label`.
     """
     parameters = _signature(reward)
     if parameters is None:
@@ -85,12 +111,12 @@ def parameters_of(reward: Callable[..., Any], label: str = "", among: Sequence[s
 
 
 def is_of_groups(reward: Callable[..., Any]) -> bool:
-    """Return whether a reward names `group`: it is asked once about each group, not about each episode."""
+    """Return whether a reward names `group`: it is called once for each group and not for each episode."""
     return any(one.name == GROUP and one.kind in _NAMED for one in _signature(reward) or ())
 
 
 def _signature(reward: Callable[..., Any]) -> list[inspect.Parameter] | None:
-    """Return the parameters of a reward, without `self`; None of a builtin that does not tell."""
+    """Return the parameters of a reward without `self`, or None for a builtin without a signature."""
     function = reward if inspect.isroutine(reward) or isinstance(reward, partial) else type(reward).__call__
     try:
         parameters = list(inspect.signature(function).parameters.values())
@@ -100,7 +126,7 @@ def _signature(reward: Callable[..., Any]) -> list[inspect.Parameter] | None:
 
 
 def _are_pair(first: Sequence[str], variadic: bool) -> bool:
-    """Return whether payload and answer are given by their places to these parameters, the first two at most."""
+    """Return whether these parameters, at most two, get payload and answer by position."""
     if len(first) < 2 and not variadic:
         return False
     return not set(first) & _NO_PAIR and first[:1] != ["answer"] and first[1:] != ["payload"]
@@ -109,8 +135,8 @@ def _are_pair(first: Sequence[str], variadic: bool) -> bool:
 def _refusal(label: str, name: str, among: Sequence[str]) -> ConfigError:
     if among is OF_GROUPS and name in NAMES:
         return ConfigError(
-            f"reward {label}: its parameter {name!r} is of one episode, and a reward that names `group` is asked about "
-            "all episodes of a group at once",
+            f"reward {label}: its parameter {name!r} belongs to one episode, and a reward that names `group` is called "
+            "for all episodes of a group at once",
             f"name payload and group alone; read group[0].{name}",
         )
     known = ", ".join(among)
@@ -121,7 +147,7 @@ def _refusal(label: str, name: str, among: Sequence[str]) -> ConfigError:
 
 
 async def call(reward: Callable[..., Any], given: Given) -> Any:
-    """What a reward says, whichever way it is written."""
+    """Call a reward, async or plain, and return its value."""
     if isinstance(reward, Sum):
         return await reward.score(given)
     places, names = parameters_of(reward)
@@ -133,7 +159,7 @@ async def call(reward: Callable[..., Any], given: Given) -> Any:
 
 
 async def in_thread(function: Callable[..., Any], *arguments: Any) -> Any:
-    """Run plain code off the loop, in a daemon thread: one that never returns holds nothing up, not even the exit."""
+    """Run plain code in a daemon thread, which blocks neither the loop nor the exit of the process."""
 
     def exited(error: BaseException) -> Exception:  # sys.exit() in a reward must not end the node
         return RewardError(f"the reward raised {type(error).__name__}")
@@ -142,13 +168,15 @@ async def in_thread(function: Callable[..., Any], *arguments: Any) -> Any:
 
 
 class Part(NamedTuple):
+    """One reward of a weighted sum."""
+
     label: str
     weight: float
     reward: Callable[..., Any]
 
 
 class Sum:
-    """Rewards that are weighted and added."""
+    """A weighted sum of rewards."""
 
     def __init__(self, parts: Sequence[Part]) -> None:
         self.parts = parts
@@ -162,8 +190,53 @@ class Sum:
 
 
 def as_number(label: str, value: Any) -> float:
-    """Return the one number that a part gives: rewards of several policies are a workflow's, or of one function's,
-    business."""
+    """Return the value of a part as a number; only a single reward may return rewards of several policies."""
     if not isinstance(value, Real) or not math.isfinite(value):
         raise RewardError(f"the reward {label} is {value!r:.80}, not a finite number", "return a float")
     return float(value)
+
+
+# Rewards of whole groups
+
+
+class GroupSum:
+    """A weighted sum of rewards of whole groups (`contracts.GroupReward`)."""
+
+    def __init__(self, parts: Sequence[Part]) -> None:
+        self.parts = parts
+
+    async def score(self, group: Sequence[FinishedEpisode]) -> list[Scored]:
+        """Return the reward of each episode of a group, in their order."""
+        said = {part.label: _numbers(part.label, await _ask(part.reward, group), len(group)) for part in self.parts}
+        return [
+            Scored(
+                math.fsum(part.weight * said[part.label][n] for part in self.parts),
+                {label: numbers[n] for label, numbers in said.items()},
+            )
+            for n in range(len(group))
+        ]
+
+
+async def _ask(reward: Callable[..., Any], group: Sequence[FinishedEpisode]) -> Any:
+    known = {"payload": group[0].payload, "group": list(group)}
+    named = {name: known[name] for name in parameters_of(reward, among=OF_GROUPS).names}
+    if inspect.iscoroutinefunction(reward) or inspect.iscoroutinefunction(type(reward).__call__):
+        return await in_thread(_run, partial(reward, **named))
+    return await in_thread(partial(reward, **named))
+
+
+def _run(reward: Callable[[], Coroutine[Any, Any, Any]]) -> Any:
+    return asyncio.run(reward())
+
+
+def _numbers(label: str, values: Any, episodes: int) -> list[float]:
+    try:
+        found = list(values)
+    except TypeError:
+        raise RewardError(f"the reward {label} is {values!r:.80}, not a list of numbers", "return a list") from None
+    if len(found) != episodes:
+        raise RewardError(
+            f"the reward {label} gave {len(found)} numbers for a group of {episodes} episodes",
+            "return one number for each episode of `group`, in its order",
+        )
+    return [as_number(label, value) for value in found]

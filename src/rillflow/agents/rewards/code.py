@@ -1,7 +1,7 @@
-"""Whether a program passes its tests.
+"""The reward `code`: whether a program passes its tests.
 
-Invariant: the tests run where the program cannot reach them (`docs/sandbox.md`). What a program does wrong, however
-it does it, is 0; a sandbox that fails, or a prompt without tests, is no reward.
+Invariant: the tests run where the program cannot reach them (`docs/sandbox.md`). A program that fails in any way earns
+0; a sandbox that fails, or a prompt without tests, is a RewardError.
 """
 
 from __future__ import annotations
@@ -14,14 +14,13 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from rillflow.agents.rewards.answers import text_of
-from rillflow.agents.rewards.shipped import ShippedReward
+from rillflow.agents.rewards.base import ShippedReward, text_of
 from rillflow.agents.sandbox import Asserts, Check, Pairs, SandboxConfig, Tests, code_of, shared
 from rillflow.config.base import Positive, Seconds
 from rillflow.errors import RewardError, SandboxError
 
 _LONGEST = 1 << 18  # characters of a program
-_ATTEMPTS = 2  # a sandbox that failed is started anew
+_ATTEMPTS = 2  # a sandbox that failed is started again
 _RUNNING = max(4, os.cpu_count() or 4)
 
 
@@ -37,7 +36,7 @@ class Code(ShippedReward):
     running: Positive = Field(_RUNNING, description="gradings at one time; others wait")
 
     async def prepare(self) -> None:
-        """Have the pool warm before the first answer; where there can be none, that is said now."""
+        """Start the sandboxes before the first answer; an error appears now if that is not possible."""
         await asyncio.to_thread(shared, self._sandbox())
 
     async def __call__(self, payload: Mapping[str, Any], answer: Any) -> float:
@@ -61,7 +60,7 @@ class Code(ShippedReward):
 
 
 def tests_of(payload: Mapping[str, Any]) -> Tests:
-    """The tests that a prompt holds, in the shape of the public sets."""
+    """Return the tests of a prompt, in one of the formats of the public datasets."""
     if payload.get("test_list"):
         setup = [*payload.get("test_imports", ()), payload.get("test_setup_code") or ""]
         return Asserts(tuple(map(str, payload["test_list"])), "\n".join(map(str, setup)).strip())
@@ -78,15 +77,19 @@ def tests_of(payload: Mapping[str, Any]) -> Tests:
 
 
 def _given(prompt: Any, name: str) -> str:
-    """What the prompt defines before the function that is asked for, which is left as a stub: the prompt may end
-    anywhere within it. Tests use these helpers, so they are not taken from the candidate."""
+    """Return the prompt's code before the wanted function, with that function as a stub.
+
+    The prompt may end anywhere within the function. Tests use these helpers instead of the candidate's.
+    """
     begun = _definition(prompt, name) if isinstance(prompt, str) else None
     return f"{prompt[: begun.end()]}(): pass\n" if begun else ""
 
 
 def candidate_of(payload: Mapping[str, Any], answer: str) -> str:
-    """The program of an answer, behind the prompt's own code where it has some (imports, functions that are given);
-    an answer that only goes on where the prompt's function begins is its end."""
+    """Return the program of an answer, after the prompt's own code if it has some (imports, given functions).
+
+    An answer that does not define the wanted function continues the prompt's.
+    """
     code = code_of(answer)
     prompt, name = payload.get("prompt"), payload.get("entry_point")
     if not isinstance(prompt, str) or not isinstance(name, str) or not _definition(prompt, name):
@@ -95,5 +98,5 @@ def candidate_of(payload: Mapping[str, Any], answer: str) -> str:
 
 
 def _definition(code: str, name: str) -> re.Match[str] | None:
-    """Looked for in the text: what a model wrote is not parsed in this process."""
+    """Find a definition by text search: a model's code is not parsed in this process."""
     return re.search(rf"^(async +def|def|class) +{re.escape(name)}\b", code, re.MULTILINE)

@@ -1,7 +1,7 @@
-"""Rewards by name, and several of them added up.
+"""Rewards by name, and weighted sums of them.
 
-Invariant: what is wrong with a recipe's reward is a ConfigError before anything is played; what fails later is no
-reward, and never 0.
+Invariant: a wrong reward of a recipe is a ConfigError before anything is played. A later failure is a RewardError and
+never 0.
 """
 
 from __future__ import annotations
@@ -11,19 +11,15 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
-from rillflow.agents.rewards.calling import GROUP, NAMES, OF_GROUPS, Part, Sum, is_of_groups, parameters_of
+from rillflow.agents.options import read_options
+from rillflow.agents.rewards.base import ShippedReward
+from rillflow.agents.rewards.calling import GROUP, NAMES, OF_GROUPS, GroupSum, Part, Sum, is_of_groups, parameters_of
 from rillflow.agents.rewards.code import Code
-from rillflow.agents.rewards.exact_match import ExactMatch
-from rillflow.agents.rewards.f1 import F1
-from rillflow.agents.rewards.format import Format
-from rillflow.agents.rewards.grouped import GroupSum
+from rillflow.agents.rewards.graded import Math, ReasoningGym
 from rillflow.agents.rewards.judge import Judge
-from rillflow.agents.rewards.length import Length
-from rillflow.agents.rewards.math import Math
-from rillflow.agents.rewards.reasoning_gym import ReasoningGym
-from rillflow.agents.rewards.shipped import ShippedReward
+from rillflow.agents.rewards.qa import F1, ExactMatch
+from rillflow.agents.rewards.shape import Format, Length
 from rillflow.config import RewardConfig, resolve_object
-from rillflow.config.load import validated
 from rillflow.errors import ConfigError, did_you_mean
 
 Reward = Callable[..., Any]
@@ -41,15 +37,17 @@ REWARDS: dict[str, type[ShippedReward]] = {
 
 
 def load_reward(reward: str | Sequence[RewardConfig], among: Sequence[str] = NAMES) -> Reward:
-    """Return what an episode's reward is asked of, plain or async; `call` gives it what its parameters name, which has
-    to be `among` these. Parts that are of whole groups are left out: see `load_group_reward`."""
+    """Return the reward of single episodes; `call` calls it. Its parameters must be `among` these names.
+
+    Rewards of whole groups are left out: see `load_group_reward`.
+    """
     parts = [Part(label, part.weight, _made(part, among)) for label, part in _labelled(reward)]
     own = [part for part in parts if not is_of_groups(part.reward)]
     return own[0].reward if own and isinstance(reward, str) and ":" in reward else Sum(own)
 
 
 def load_group_reward(reward: str | Sequence[RewardConfig] | None) -> GroupSum | None:
-    """Return what whole groups are asked of: the parts of a recipe's `reward` that name `group`; None without any."""
+    """Return the sum of a recipe's rewards that name `group`, or None if there are none."""
     named = [] if reward is None else [(label, part) for label, part in _labelled(reward) if ":" in part.name]
     parts = [Part(label, part.weight, _custom(part, NAMES)) for label, part in named]
     parts = [part for part in parts if is_of_groups(part.reward)]
@@ -57,11 +55,12 @@ def load_group_reward(reward: str | Sequence[RewardConfig] | None) -> GroupSum |
 
 
 def make_reward(name: str, **options: Any) -> Reward:
-    """`load_reward` of one, for use in Python: `await make_reward("math")(payload, answer)`."""
+    """Return one shipped reward, for use in Python: `await make_reward("math")(payload, answer)`."""
     return load_reward([RewardConfig(name=name, options=options)])
 
 
 def reward_class(name: str) -> type[ShippedReward]:
+    """Return the class of a shipped reward."""
     if name not in REWARDS:
         known = ", ".join(REWARDS)
         raise ConfigError(
@@ -71,7 +70,7 @@ def reward_class(name: str) -> type[ShippedReward]:
 
 
 async def prepare_reward(reward: Reward | None) -> None:
-    """Let a reward make ready what takes longer than a reward may; before the first is asked for."""
+    """Let a reward prepare what takes longer than a reward may take, before its first call."""
     for part in reward.parts if isinstance(reward, Sum) else ():
         if isinstance(part.reward, ShippedReward):
             await part.reward.prepare()
@@ -88,22 +87,18 @@ def _labelled(reward: str | Sequence[RewardConfig]) -> list[tuple[str, RewardCon
 def _made(part: RewardConfig, among: Sequence[str]) -> Reward:
     if ":" in part.name:
         return _custom(part, among)
-    kind = reward_class(part.name)
-    try:
-        return validated(part.options, kind)
-    except ConfigError as error:
-        raise ConfigError(f"reward {part.name}: {error.message}", error.hint) from None
+    return read_options(f"reward {part.name}", part.options, reward_class(part.name))
 
 
 def _custom(part: RewardConfig, among: Sequence[str]) -> Reward:
-    """A function of the user's; the options are its further arguments, or, of a class, those of its constructor."""
+    """Return a user's reward; the options are further arguments of a function, or those of a class's constructor."""
     found: Callable[..., Any] = resolve_object(part.name)
     if not callable(found):
         raise ConfigError(f"reward {part.name} is not a function", "write `def reward(payload, answer):`")
     is_class = inspect.isclass(found)
     if taken := [name for name in part.options if name in (*NAMES, GROUP) and not is_class]:
         raise ConfigError(
-            f"reward {part.name}: its option {taken[0]!r} is the name of what every reward is given",
+            f"reward {part.name}: its option {taken[0]!r} has the name of an argument that every reward gets",
             "give the option another name",
         )
     try:
@@ -117,7 +112,7 @@ def _custom(part: RewardConfig, among: Sequence[str]) -> Reward:
         ) from error
     if is_of_groups(made) and among is not NAMES:
         raise ConfigError(
-            f"reward {part.name}: its parameter `group` cannot be given: here it is asked about single answers",
+            f"reward {part.name}: its parameter `group` has no value here: it is called for single answers",
             "name a reward of payload and answer",
         )
     parameters_of(made, part.name, OF_GROUPS if is_of_groups(made) else among)
@@ -125,12 +120,12 @@ def _custom(part: RewardConfig, among: Sequence[str]) -> Reward:
 
 
 def _label(name: str) -> str:
-    """What a part is called in metrics: a function's own name."""
+    """Return the name of a part in metrics: a function's own name."""
     return name.rpartition(":")[2]
 
 
 def _different(labels: Sequence[str]) -> list[str]:
-    """Names of their own for parts that are called alike."""
+    """Return unique names: equal names get numbers."""
     return [
         label if labels.count(label) == 1 else f"{label}_{labels[:place].count(label)}"
         for place, label in enumerate(labels)

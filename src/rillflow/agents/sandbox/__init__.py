@@ -1,9 +1,17 @@
-"""Running code that nobody has read: programs, and candidates against tests. `docs/sandbox.md` has the promises."""
+"""Running untrusted code: programs, and candidates against tests. `docs/sandbox.md` says what is promised.
 
-from rillflow.agents.sandbox.config import SandboxConfig
-from rillflow.agents.sandbox.results import Result, Status, Verdict
-from rillflow.agents.sandbox.sandbox import Sandbox, close_shared, shared
-from rillflow.agents.sandbox.tests import Asserts, Case, Cases, Check, Pairs, Tests, code_of, literal_cases
+The names are loaded on first use, because worker processes import only `inside` from here.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rillflow.agents.sandbox.interface import Result, SandboxConfig, Status, Verdict
+    from rillflow.agents.sandbox.sandbox import Sandbox, close_shared, shared
+    from rillflow.agents.sandbox.tests import Asserts, Case, Cases, Check, Pairs, Tests, code_of, literal_cases
 
 __all__ = [
     "Asserts",
@@ -22,3 +30,15 @@ __all__ = [
     "literal_cases",
     "shared",
 ]
+_MODULES = {
+    "interface": ("Result", "SandboxConfig", "Status", "Verdict"),
+    "sandbox": ("Sandbox", "close_shared", "shared"),
+    "tests": ("Asserts", "Case", "Cases", "Check", "Pairs", "Tests", "code_of", "literal_cases"),
+}
+
+
+def __getattr__(name: str) -> Any:
+    for module, names in _MODULES.items():
+        if name in names:
+            return getattr(importlib.import_module(f"{__name__}.{module}"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

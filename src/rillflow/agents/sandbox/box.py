@@ -1,7 +1,7 @@
-"""One sandbox, seen from outside: it is used once and thrown away.
+"""One sandbox, seen from outside: it is used once.
 
-Its channel carries frames, its output is read as it comes and bounded, and its end is learned from the keeper, whom
-the code inside cannot reach. `Left` says that the code inside ended its part; that is the candidate's doing.
+Its channel carries frames. Its output is read continuously and bounded. Its keeper, which the code inside cannot reach,
+reports its end. `Left` means that the code inside ended the conversation.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ from rillflow.agents.sandbox.inside.frames import HEAD
 from rillflow.agents.sandbox.inside.values import NotPlain, pack, unpack
 from rillflow.errors import SandboxError
 
-_GRACE = 30.0  # seconds for what takes milliseconds; a busy machine is no fault
+_GRACE = 30.0  # seconds for what takes milliseconds, on a busy machine
 _PIECE = 1 << 16
 _LONGEST = 1 << 20  # bytes of a frame from inside
-_WORD = 1 << 15  # bytes of one that is read here: small, so that no content makes reading it slow
+_WORD = 1 << 15  # bytes of a frame that is decoded here: small, so that decoding is always fast
 
 
 class Left(Exception):
-    """The code inside has closed its channel, or wrote something on it that is no frame."""
+    """The code inside closed its channel, or wrote something that is not a frame."""
 
 
 class Box:
-    """Made inside the loop that uses it; `dispose` always, in the end."""
+    """A sandbox of the running event loop. Call `dispose` in the end."""
 
     def __init__(self, cell: Cell, output: int) -> None:
         self._loop = asyncio.get_running_loop()
@@ -62,7 +62,7 @@ class Box:
             self._loop.add_reader(reader, self._read, reader)
 
     async def up(self) -> None:
-        """Until its walls stand."""
+        """Wait until the sandbox is isolated."""
         try:
             async with asyncio.timeout(_GRACE):
                 if await self.receive() == b"up":
@@ -74,15 +74,15 @@ class Box:
 
     @property
     def fresh(self) -> bool:
-        """Whether it still waits for its task, as far as can be seen."""
+        """Whether it still waits for its task, as far as can be seen from outside."""
         return bool(self._open)
 
     async def task(self, name: str, seconds: float, line: socket.socket | None = None, **content: Any) -> None:
-        """Give it what it is for, and one end of a line to another sandbox."""
+        """Send the task, and one end of a line to another sandbox."""
         try:
             body = pack({"task": name, "seconds": seconds, **content})
         except NotPlain as error:
-            raise SandboxError(f"a test holds what cannot be sent: {error}", "give plain values") from None
+            raise SandboxError(f"a test holds a value that cannot be sent: {error}", "give plain values") from None
         try:
             socket.send_fds(self._channel, [b"+"], [] if line is None else [line.fileno()])
             await self._loop.sock_sendall(self._channel, HEAD.pack(len(body)) + body)
@@ -90,13 +90,14 @@ class Box:
             raise Left from None
 
     async def hear(self) -> Any:
-        """The value of a short frame. It is the word of the code inside."""
+        """Return the value of a short frame. It comes from the code inside and is not trusted."""
         try:
             return unpack(await self.receive(_WORD))
         except (NotPlain, RecursionError):
             raise Left from None
 
     async def receive(self, limit: int = _LONGEST) -> bytes:
+        """Return the next frame."""
         (length,) = HEAD.unpack(await self._exactly(HEAD.size))
         if length > limit:
             raise Left
@@ -115,7 +116,7 @@ class Box:
         return bytes(parts)
 
     async def end(self, within: float = 0.0) -> int:
-        """Let it end by itself `within` so many seconds, else end it; returns the exit code, -n for signal n."""
+        """Wait `within` seconds for the end, then kill; return the exit code, -n for signal n."""
         if self._code is not None:
             return self._code
         if within <= 0:
@@ -132,24 +133,25 @@ class Box:
         return self._code
 
     def kill(self) -> None:
-        """The keeper sees the end of `life` and ends everything inside."""
+        """Close `life`, at which the keeper kills everything inside."""
         if self._life.fileno() >= 0:
-            with suppress(OSError):  # it has ended before
+            with suppress(OSError):  # it has already ended
                 self._life.shutdown(socket.SHUT_WR)
 
     def texts(self) -> tuple[str, str]:
+        """Return standard output and standard error."""
         output, errors = (bytes(text).decode(errors="replace") for text in self._texts.values())
         return output, errors
 
     async def dispose(self) -> None:
-        """End it if it still runs, and close every descriptor."""
+        """End the sandbox and close all descriptors."""
         try:
             await self.end()
         finally:
             self.abandon()
 
     def abandon(self) -> None:
-        """Close every descriptor; what still runs inside is ended by that."""
+        """Close all descriptors, which ends what still runs inside."""
         for reader in tuple(self._open):
             self._close(reader)
         self._channel.close()

@@ -1,8 +1,8 @@
-"""The command line that starts a zygote behind bubblewrap, and what to do where that cannot be.
+"""The command line that starts a zygote inside bubblewrap, and the hint if that is not possible.
 
-Behind it there is no network, no process and no file of ours, no environment; the system is read-only and the user
-is one without rights. Where we are root, the user is also another one to the kernel: the limit on processes does not
-hold for root, whatever it is called inside.
+Inside, there is no network and none of our processes, files or environment variables; the system is read-only and the
+user has no rights. If we are root, the kernel also sees another user, because its limit on processes does not apply to
+root.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from pathlib import Path
 from rillflow.errors import SandboxError
 
 INSIDE = Path(__file__).parent / "inside"
-HOME = "/opt/sandbox"  # the folder that `inside` is shown in
+HOME = "/opt/sandbox"  # where `inside` is mounted
 PACKAGES = "/opt/packages"
 _NOBODY = "65534"
 _SYSTEM = ("/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32")
 _OF_ETC = ("/etc/ld.so.cache", "/etc/alternatives")
 _STAGE = "/mnt"
-_USERS = 1_900_000_000  # above all that are given to people and services
+_USERS = 1_900_000_000  # above the ids of people and services
 INSTALL = (
     "install bubblewrap (Debian and Ubuntu: `apt install bubblewrap`) and allow user namespaces (in Docker: "
     "`--security-opt seccomp=unconfined --security-opt apparmor=unconfined`; Ubuntu 24.04 and later: `sysctl "
@@ -53,7 +53,7 @@ def python_command(home: str, control: int) -> list[str]:
 
 
 def command(packages: tuple[str, ...], control: int, seccomp: int) -> list[str]:
-    """The whole command line; root gives its rights up on the way."""
+    """Return the command line; if we are root, it first drops its rights."""
     bwrap = shutil.which("bwrap")
     if bwrap is None:
         raise SandboxError("bubblewrap (`bwrap`) is not installed: code cannot be run safely here", INSTALL)
@@ -78,7 +78,7 @@ def _walls(seccomp: int) -> list[str]:
 
 
 def environment() -> dict[str, str]:
-    """All that a program finds in its environment. One hash seed: the same code gives the same verdict."""
+    """Return the environment of programs. The hash seed is fixed, so the same code gets the same verdict."""
     threads = {f"{name}_NUM_THREADS": "1" for name in ("OMP", "OPENBLAS", "MKL")}
     return {"PATH": "/usr/bin:/bin", "HOME": "/tmp", "LANG": "C.UTF-8", "PYTHONHASHSEED": "0", **threads}
 
@@ -95,14 +95,14 @@ def _files(mounts: Mounts) -> list[str]:
         arguments += ["--ro-bind-try", name, name]
     for source, place in mounts:
         arguments += ["--ro-bind", source, place]
-    for name in ("/dev", "/"):  # both are file systems in memory that nothing bounds: nobody may write there
+    for name in ("/dev", "/"):  # both are unbounded file systems in memory, so they are read-only
         arguments += ["--dev", "/dev", "--proc", "/proc", "--dir", "/tmp"] if name == "/dev" else []
         arguments += ["--remount-ro", name]
     return [*arguments, "--chdir", "/"]
 
 
 def _package_mounts(packages: tuple[str, ...]) -> Mounts:
-    """The folders of the packages, and those beside them in which wheels keep their libraries."""
+    """Return the folders of the packages, and those in which wheels keep their libraries."""
     mounts: Mounts = []
     for name in packages:
         found = importlib.util.find_spec(name)
@@ -115,9 +115,11 @@ def _package_mounts(packages: tuple[str, ...]) -> Mounts:
 
 
 def _as_another(mounts: Mounts) -> tuple[list[str], Mounts]:
-    """Root's way: show the folders, which may lie where only root can look, under a path that all can read, then
-    become a user that owns nothing. Each step becomes the next, so that the process we started is bubblewrap itself
-    and ends with us."""
+    """Return the command that root puts before bubblewrap, and the mounts behind it.
+
+    It mounts the folders, which may be readable only by root, under a path that all users can read, and then becomes a
+    user that owns nothing. Each step execs the next, so the process that we started is bubblewrap itself.
+    """
     found = {name: shutil.which(name) for name in ("unshare", "setpriv", "mount")}
     if None in found.values():
         raise SandboxError(

@@ -1,7 +1,7 @@
-"""A running zygote, seen from outside: started once, asked for a sandbox each time one is needed.
+"""A running zygote, seen from outside: it is started once and forks a sandbox on each request.
 
-It lives as long as its control socket and the thread that started it: whatever happens to us, the kernel ends it and
-every sandbox with it.
+It lives as long as its control socket and the thread that started it. If this process dies, the kernel ends the zygote
+and all its sandboxes.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ import tempfile
 from typing import IO, Any
 
 from rillflow.agents.sandbox import bubblewrap, seccomp
-from rillflow.agents.sandbox.config import SandboxConfig
 from rillflow.agents.sandbox.inside.values import pack
+from rillflow.agents.sandbox.interface import SandboxConfig
 from rillflow.errors import SandboxError
 
 _START = 60.0  # seconds; a busy machine, and packages to load
@@ -22,7 +22,7 @@ _MIB = 1 << 20
 
 
 class Cell:
-    """Starting waits until the zygote says that it is ready, and says why where it does not."""
+    """A zygote. The constructor waits until it is ready; an error says why it is not."""
 
     def __init__(self, config: SandboxConfig) -> None:
         self._errors: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115, closed with the cell
@@ -51,21 +51,21 @@ class Cell:
         return self._process.poll() is None
 
     def ask(self, descriptors: list[int]) -> None:
-        """Have a sandbox made that owns these descriptors."""
+        """Request a sandbox that owns these descriptors."""
         try:
             socket.send_fds(self._control, [b"+"], descriptors)
         except OSError as error:
             raise SandboxError(
-                f"the sandbox's first process has gone: {error}", "the next run starts it anew"
+                f"the sandbox's first process has gone: {error}", "the next run starts it again"
             ) from None
 
     def close(self) -> None:
-        """End it with everything in it."""
+        """End the zygote and its sandboxes."""
         self._end()
         self._errors.close()
 
     def _end(self) -> None:
-        """It leaves when its control socket ends; it is killed where it does not."""
+        """Close the control socket, at which the zygote exits; kill it if it does not."""
         self._control.close()
         try:
             self._process.wait(1.0)

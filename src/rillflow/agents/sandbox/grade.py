@@ -1,9 +1,9 @@
-"""Grading: the verdict is made from what the judge says, never from what the candidate says or how it ends.
+"""Grading: the verdict comes from the judge, never from the candidate or from how the candidate ends.
 
-The candidate's process gets calls and returns values. The judge's process has the tests and a nonce; between the two
-there is one line for plain values, and the verdict comes by a channel that the candidate does not have. A candidate
-that leaves, hangs or writes too much fails the tests that were not passed before. A judge that gives no verdict is the
-sandbox's failure, not the candidate's.
+The candidate's process gets calls and returns values. The judge's process has the tests and a nonce. One line between
+the two carries plain values; the verdict comes by a channel that the candidate does not have. A candidate that exits,
+hangs or writes too much fails the tests that it had not passed before. A judge without a verdict is a failure of the
+sandbox and not of the candidate.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from typing import Any
 
 from rillflow.agents.sandbox.box import Box, Left
 from rillflow.agents.sandbox.inside.judge import GONE
+from rillflow.agents.sandbox.interface import Verdict
 from rillflow.agents.sandbox.pool import Pool
 from rillflow.agents.sandbox.program import run_program
-from rillflow.agents.sandbox.results import Verdict
 from rillflow.agents.sandbox.tests import Asserts, Cases, Check, Pairs, Tests
 from rillflow.errors import SandboxError
 
@@ -26,7 +26,7 @@ _SIGXCPU = -24
 
 
 async def grade(pool: Pool, code: str, tests: Tests, seconds: float) -> Verdict:
-    """Which of the tests the code passes within so many seconds of wall time."""
+    """Return which tests the code passes within `seconds` of wall time."""
     started = time.monotonic()
     if isinstance(tests, Pairs):
         cases, cause = await _grade_pairs(pool, code, tests, seconds)
@@ -40,7 +40,7 @@ async def grade(pool: Pool, code: str, tests: Tests, seconds: float) -> Verdict:
 
 
 def _task(tests: Asserts | Check | Cases) -> dict[str, Any]:
-    """The judge's task, less the nonce."""
+    """Return the judge's task without the nonce."""
     if isinstance(tests, Cases):
         return {"kind": "cases", "cases": [case.plain() for case in tests.cases]}
     if isinstance(tests, Check):
@@ -72,14 +72,13 @@ class _Grading:
         return self._cases, self._cause
 
     async def _begin(self, code: str, task: dict[str, Any], seconds: float) -> bool:
-        """Set both to work with a line between them, and let the candidate's code run once; whatever goes wrong with
-        it fails all tests."""
+        """Start both with a line between them and run the candidate's code once; return whether that worked."""
         ends = socket.socketpair()
         try:
             try:
                 await self._judge.task("judge", seconds, ends[0], nonce=self._nonce, **task)
             except Left:
-                raise SandboxError("the judge's process has gone", "the grading can be repeated") from None
+                raise SandboxError("the judge's process is gone", "the grading can be repeated") from None
             await self._candidate.task("candidate", seconds, ends[1], code=code)
         except Left:
             self._cause = await self._why_gone()
@@ -100,7 +99,7 @@ class _Grading:
                 await self._record(index, await self._judge.hear())
         except Left:
             raise SandboxError(
-                "the tests ended their own process: there is no verdict", "look at the tests: do they exit?"
+                "the tests ended their own process: there is no verdict", "check whether the tests exit"
             ) from None
 
     async def _record(self, index: int, result: Any) -> None:
@@ -117,17 +116,19 @@ class _Grading:
             return "output: the candidate wrote too much"
         if code == _SIGXCPU:
             return "timeout: no processor time left"
-        return f"the candidate left before its time (exit code {code})"
+        return f"the candidate exited too early (exit code {code})"
 
 
 def _cause_of(said: Any) -> str:
-    """Why the candidate's code did not run, in its own words where it has some; never empty."""
-    return said[:500] if isinstance(said, str) and said else "the candidate said something that is no answer"
+    """Return why the candidate's code did not run, in its own words if it gave any; never empty."""
+    return said[:500] if isinstance(said, str) and said else "the candidate sent something that is not an answer"
 
 
 async def _grade_pairs(pool: Pool, code: str, tests: Pairs, seconds: float) -> tuple[list[bool], str]:
-    """Each input in a sandbox of its own; the outputs are compared here, as text. The seconds are those that the
-    program itself takes for all of them: waiting for turns that others have is not its doing."""
+    """Run the program once for each input, each time in a new sandbox, and compare its output here as text.
+
+    `seconds` bounds the time of all runs together, without the time that they wait for a free sandbox.
+    """
     left, cases, cause = seconds, [], ""
     for index, (given, wanted) in enumerate(tests.pairs):
         fault = f"timeout: not done within {seconds:g} seconds"

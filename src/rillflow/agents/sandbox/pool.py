@@ -1,7 +1,10 @@
-"""Sandboxes that stand ready. Each is used once; another is made in the background for each that is taken.
+"""Ready sandboxes. Each is used once; for each that is taken, another is made in the background.
 
-Bounded on both sides: `pool` stand ready, `running` runs go on at one time, and who waits for a turn waits with a
-deadline. A first process that died is started again by the next run.
+At most `pool` sandboxes are ready and `running` runs go on at once; a run waits for its turn with a deadline. If the
+first process died, the next run starts it again.
+
+This is not the pool of worker processes (`agents.processes`): those are used again and again, these are forked from one
+process and never serve a second run.
 """
 
 from __future__ import annotations
@@ -13,14 +16,14 @@ from contextlib import asynccontextmanager
 
 from rillflow.agents.sandbox.box import Box
 from rillflow.agents.sandbox.cell import Cell
-from rillflow.agents.sandbox.config import SandboxConfig
+from rillflow.agents.sandbox.interface import SandboxConfig
 from rillflow.errors import SandboxError
 
 _CLOSED = "the sandbox is closed"
 
 
 class Pool:
-    """Made and used inside one loop, whose thread has to live as long as the pool."""
+    """The pool of one event loop, whose thread must live as long as the pool."""
 
     def __init__(self, config: SandboxConfig) -> None:
         self.config = config
@@ -35,7 +38,7 @@ class Pool:
 
     @asynccontextmanager
     async def boxes(self, count: int) -> AsyncIterator[list[Box]]:
-        """So many fresh sandboxes for one run or one grading; they are gone afterwards."""
+        """Yield `count` fresh sandboxes for one run or one grading; they are ended afterwards."""
         try:
             async with asyncio.timeout(self.config.wait):
                 await self._turns.acquire()
@@ -51,7 +54,7 @@ class Pool:
                 self._used.add(taken[-1])
             yield taken
         finally:
-            # Nobody waits for the end of what is over; the turn is free when it is.
+            # The caller does not wait until the sandboxes have ended; the next turn does.
             task = asyncio.create_task(self._throw_away(taken))
             self._ending.add(task)
             task.add_done_callback(self._ending.discard)
@@ -67,7 +70,7 @@ class Pool:
             self._fill()
 
     async def close(self) -> None:
-        """End everything; what still goes on notices and ends by itself."""
+        """End all sandboxes; runs that are under way fail."""
         self._closed = True
         if self._filling is not None:
             self._filling.cancel()
@@ -113,4 +116,4 @@ class Pool:
             try:
                 self._ready.append(await self._make())
             except SandboxError:
-                return  # the next run meets the same fault and says so
+                return  # the next run meets the same error and raises it

@@ -1,4 +1,4 @@
-"""Running a whole program: what it wrote and how it ended."""
+"""Running a whole program in a sandbox."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from pathlib import PurePosixPath
 
 from rillflow.agents.sandbox.box import Box, Left
+from rillflow.agents.sandbox.interface import Result, Status
 from rillflow.agents.sandbox.pool import Pool
-from rillflow.agents.sandbox.results import Result, Status
 from rillflow.errors import SandboxError
 
 _SAID: dict[str, Status] = {"ok": "ok", "error": "error", "exit": "exit", "memory": "memory"}
@@ -17,10 +17,11 @@ _SIGXCPU = -24
 
 
 async def run_program(pool: Pool, code: str, stdin: str, seconds: float, files: Mapping[str, str]) -> Result:
+    """Return what the program wrote and how it ended."""
     for name in files:
         path = PurePosixPath(name)
         if path.is_absolute() or ".." in path.parts or not path.name:
-            raise SandboxError(f"{name!r} is no name for a file in a sandbox", "give paths relative to its folder")
+            raise SandboxError(f"{name!r} is not a valid file name in a sandbox", "give paths relative to its folder")
     async with pool.boxes(1) as (box,):
         started = time.monotonic()
         said: object = None
@@ -32,7 +33,7 @@ async def run_program(pool: Pool, code: str, stdin: str, seconds: float, files: 
         except TimeoutError:
             late = True
         except Left:
-            pass  # it closed its channel, or spoke on it: how it ended is known from outside
+            pass  # it closed or misused its channel; its end is observed from outside
         left = 0.0 if late else max(seconds - (time.monotonic() - started), 0.001)
         ended = await _end(box, left)
         taken = time.monotonic() - started
@@ -44,7 +45,7 @@ async def run_program(pool: Pool, code: str, stdin: str, seconds: float, files: 
 
 
 async def _end(box: Box, within: float) -> int | None:
-    """The exit code, or None where it had to be ended: threads or an exit handler would not stop."""
+    """Return the exit code, or None if the program had to be killed (threads or exit handlers did not stop)."""
     waiting = asyncio.ensure_future(box.end(within))
     done, _ = await asyncio.wait([waiting], timeout=within)
     if done:
@@ -57,7 +58,7 @@ async def _end(box: Box, within: float) -> int | None:
 def _status(box: Box, said: object, code: int) -> Status:
     if box.overflowed:
         return "output"
-    word = said.get("status") if isinstance(said, dict) else None  # whatever the code inside made of it
+    word = said.get("status") if isinstance(said, dict) else None  # the code inside may have sent anything
     if isinstance(word, str) and word in _SAID and code >= 0:
         return _SAID[word]
     if code == _SIGXCPU:

@@ -1,7 +1,7 @@
 """The sandbox as its users see it: open, run, grade, close, from any thread and any event loop.
 
-It has a thread with a loop of its own, in which all its processes are started: they live as long as that thread, so
-neither a busy caller nor a loop that ends takes them away too early or too late.
+A sandbox has its own thread with an event loop, which starts all its processes. The kernel ends them when that thread
+ends; a busy caller or the end of the caller's loop does not affect them.
 """
 
 from __future__ import annotations
@@ -14,11 +14,10 @@ import time
 from collections.abc import Coroutine, Mapping
 from typing import Any, Self, TypeVar
 
-from rillflow.agents.sandbox.config import SandboxConfig
 from rillflow.agents.sandbox.grade import grade
+from rillflow.agents.sandbox.interface import Result, SandboxConfig, Verdict
 from rillflow.agents.sandbox.pool import Pool
 from rillflow.agents.sandbox.program import run_program
-from rillflow.agents.sandbox.results import Result, Verdict
 from rillflow.agents.sandbox.tests import Tests
 from rillflow.errors import SandboxError
 
@@ -28,7 +27,8 @@ _CLOSED = "the sandbox was closed while code ran in it"
 
 
 class Sandbox:
-    """`run` and `grade` never raise for what the code does; a SandboxError says that there is no result at all."""
+    """A pool of isolated processes. `run` and `grade` never raise for what the code does; a SandboxError means that
+    there is no result."""
 
     def __init__(self, config: SandboxConfig | None = None) -> None:
         self.config = config or SandboxConfig()
@@ -38,7 +38,7 @@ class Sandbox:
         self._thread: threading.Thread | None = None
 
     def open(self) -> Self:
-        """Start it; where the isolation cannot be had, the error says what is missing. Opening twice is nothing."""
+        """Start the sandbox; an error says what the isolation lacks. Opening an open sandbox does nothing."""
         with self._lock:
             if self._pool is not None:
                 return self
@@ -53,7 +53,7 @@ class Sandbox:
         return self
 
     def close(self) -> None:
-        """End every process of it; a run that goes on ends with a SandboxError."""
+        """End all processes; a run that is under way ends with a SandboxError."""
         with self._lock:
             pool, self._pool = self._pool, None
             if pool is not None:
@@ -63,18 +63,20 @@ class Sandbox:
     async def run(
         self, code: str, *, stdin: str = "", seconds: float | None = None, files: Mapping[str, str] | None = None
     ) -> Result:
-        """Run a program and return what it wrote. `files` are there when it starts, by relative path."""
+        """Run a program and return its result. `files` are written before it starts, by relative path."""
         work = run_program(self._opened(), code, stdin, seconds or self.config.seconds, files or {})
         return await self._async(work)
 
     async def grade(self, candidate: str, tests: Tests, *, seconds: float | None = None) -> Verdict:
-        """Which of the tests the candidate's code passes."""
+        """Return which tests the candidate's code passes."""
         return await self._async(grade(self._opened(), candidate, tests, seconds or self.config.seconds))
 
     def run_sync(self, code: str, **options: Any) -> Result:
+        """As `run`, for code without an event loop."""
         return asyncio.run(self.run(code, **options))
 
     def grade_sync(self, candidate: str, tests: Tests, *, seconds: float | None = None) -> Verdict:
+        """As `grade`, for code without an event loop."""
         return asyncio.run(self.grade(candidate, tests, seconds=seconds))
 
     def __enter__(self) -> Self:
@@ -108,7 +110,7 @@ class Sandbox:
             if task.cancelling():
                 raise
             raise SandboxError(_CLOSED) from None
-        if self._pool is None:  # what was ended by us says nothing of the code
+        if self._pool is None:  # we ended it, so the result says nothing about the code
             raise SandboxError(_CLOSED)
         return result
 
@@ -117,7 +119,7 @@ class Sandbox:
         return asyncio.run_coroutine_threadsafe(work, self._loop).result()
 
     def _stop(self) -> None:
-        """Let what still goes on end, then end the thread."""
+        """Let tasks end, then end the thread."""
         assert self._loop is not None
         assert self._thread is not None
         self._sync(_drain())
@@ -128,7 +130,7 @@ class Sandbox:
 
 
 async def _drain() -> None:
-    """Until nothing goes on in this loop; what does not end by itself in good time is cancelled."""
+    """Wait until this loop has no other task; tasks that take too long are cancelled."""
     deadline = time.monotonic() + _CLOSE
     while tasks := asyncio.all_tasks() - {asyncio.current_task()}:
         if time.monotonic() > deadline:
@@ -142,8 +144,8 @@ _sharing = threading.Lock()
 
 
 def shared(config: SandboxConfig | None = None) -> Sandbox:
-    """The one open sandbox of this process with these settings; it is closed when the process ends."""
-    key = (os.getpid(), config or SandboxConfig())  # after a fork, the parent's are not ours
+    """Return the open sandbox of this process with these settings; it is closed when the process ends."""
+    key = (os.getpid(), config or SandboxConfig())  # after a fork, the parent's sandboxes are not ours
     with _sharing:
         if key not in _shared:
             _shared[key] = Sandbox(key[1])
@@ -152,6 +154,7 @@ def shared(config: SandboxConfig | None = None) -> Sandbox:
 
 @atexit.register
 def close_shared() -> None:
+    """Close the shared sandboxes of this process."""
     with _sharing:
         for owner, config in list(_shared):
             if owner == os.getpid():

@@ -1,4 +1,4 @@
-"""Whether the promises of an isolation hold on this machine: each is tried, none is taken on trust."""
+"""Check by experiment whether the promises of an isolation hold on this machine."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import os
 import tempfile
 from typing import Literal, NamedTuple
 
-from rillflow.agents.sandbox.config import SandboxConfig
+from rillflow.agents.sandbox.interface import SandboxConfig
 from rillflow.agents.sandbox.sandbox import Sandbox
 from rillflow.agents.sandbox.tests import Asserts
 
@@ -15,12 +15,14 @@ _SECONDS = 30.0
 
 
 class Finding(NamedTuple):
+    """A promise, and whether it holds."""
+
     promise: str
     holds: bool
 
 
 def check(isolation: Literal["bubblewrap", "process"]) -> list[Finding]:
-    """Start a sandbox and try everything; SandboxError where it does not start."""
+    """Start a sandbox and try each promise; SandboxError if it does not start."""
     with (
         Sandbox(SandboxConfig(isolation=isolation, memory=256, seconds=_SECONDS)) as sandbox,
         tempfile.NamedTemporaryFile(prefix="rillflow-") as ours,
@@ -38,7 +40,7 @@ def check(isolation: Literal["bubblewrap", "process"]) -> list[Finding]:
 
 
 def _programs(ours: str) -> dict[str, str]:
-    """Programs whose last value is True where the promise holds."""
+    """Return programs whose last value is True if the promise holds."""
     fails = "def fails(act, *arguments):\n    try:\n        act(*arguments)\n    except (OSError, MemoryError):\n"
     fails += "        return True\n    return False\nimport os, socket\n"
     forks = (

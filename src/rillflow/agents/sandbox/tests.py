@@ -1,4 +1,4 @@
-"""The kinds of tests. Only `Cases` and `Pairs` are fit for tests that a model wrote: they hold values, not code."""
+"""The kinds of tests. Only `Cases` and `Pairs` may hold tests that a model wrote: they are values and not code."""
 
 from __future__ import annotations
 
@@ -11,24 +11,24 @@ import msgspec
 
 from rillflow.agents.sandbox.inside.values import NotPlain, pack
 
-_LINES, _LINE = 1000, 4000  # what a model wrote is read here, so it is bounded
+_LINES, _LINE = 1000, 4000  # bounds of a model's text, which is parsed here
 _FENCE = "```"
 _LANGUAGE = re.compile(r"[ \t]*(\w*)")
 
 
 class Asserts(msgspec.Struct, frozen=True):
-    """Statements, each one a test, as in MBPP. They are code: their author is trusted."""
+    """Statements, each one a test, as in MBPP. They are code, whose author is trusted."""
 
     tests: tuple[str, ...]
     setup: str = ""
 
 
 class Check(msgspec.Struct, frozen=True):
-    """A function `check(candidate)`, as in HumanEval: one test. It is code: its author is trusted.
+    """A function `check(candidate)`, as in HumanEval: one test. It is code, whose author is trusted.
 
-    `setup` is code of the same author that the test finds defined (helpers that the prompt gives): it runs with the
-    test, so a candidate that defines the same names changes nothing. Only its classes and the entry point are the
-    candidate's: instances have to be where they are handed over.
+    `setup` is code of the same author (helpers from the prompt). It runs with the test, so a candidate that defines the
+    same names does not replace them. Only its classes and the entry point are taken from the candidate, because
+    instances must exist in the process that receives them.
     """
 
     test: str
@@ -37,7 +37,7 @@ class Check(msgspec.Struct, frozen=True):
 
 
 class Case(msgspec.Struct, frozen=True):
-    """A call and what it has to return."""
+    """A call and its expected value."""
 
     function: str
     arguments: tuple[Any, ...]
@@ -45,16 +45,18 @@ class Case(msgspec.Struct, frozen=True):
     keywords: dict[str, Any] = {}
 
     def plain(self) -> list[Any]:
-        """As the judge gets it."""
+        """Return the case in the judge's format."""
         return [self.function, self.arguments, self.keywords, self.expected]
 
 
 class Cases(msgspec.Struct, frozen=True):
+    """Calls with their expected values."""
+
     cases: tuple[Case, ...]
 
 
 class Pairs(msgspec.Struct, frozen=True):
-    """Standard input and what a whole program has to write for it; blanks at the ends of lines do not count."""
+    """Standard inputs of a whole program with their expected outputs; blanks at the ends of lines do not count."""
 
     pairs: tuple[tuple[str, str], ...]
 
@@ -63,8 +65,10 @@ Tests = Asserts | Check | Cases | Pairs
 
 
 def literal_cases(text: str) -> Cases:
-    """The lines `assert f(literals) == literal` of a text as values; everything else in it is left out, and so are
-    literals that cannot be sent (`...`, what is nested too deep)."""
+    """Return the lines `assert f(literals) == literal` of a text as cases.
+
+    Other lines are left out, and so are literals that cannot be sent (`...`, or nested too deep).
+    """
     lines = [line.strip() for line in text.splitlines()[:_LINES]]
     found = (_case(line) for line in lines if len(line) <= _LINE)
     return Cases(tuple(case for case in found if case is not None))
@@ -94,7 +98,7 @@ def _case(line: str) -> Case | None:
 
 
 def code_of(answer: str) -> str:
-    """The program in an answer: the last fenced block that says Python, else the last one, else the whole text."""
+    """Return the program in an answer: the last fenced block marked Python, or the last block, or the whole text."""
     blocks = list(_blocks(answer))
     python = [body for language, body in blocks if language.lower() in ("python", "py", "python3")]
     if python:
@@ -103,8 +107,10 @@ def code_of(answer: str) -> str:
 
 
 def _blocks(text: str) -> Iterator[tuple[str, str]]:
-    """Language and content of each fenced block; the last may go on to the end. Each character is looked at a fixed
-    number of times: what a model wrote must not hold up the loop."""
+    """Yield the language and the content of each fenced block; the last may be unclosed.
+
+    Each character is read a fixed number of times, so that a model's text cannot block the event loop.
+    """
     start = text.find(_FENCE)
     while start >= 0:
         line = text.find("\n", start)
@@ -112,6 +118,6 @@ def _blocks(text: str) -> Iterator[tuple[str, str]]:
             return
         end = text.find(_FENCE, line)
         named = _LANGUAGE.match(text, start + len(_FENCE))
-        assert named is not None  # it matches nothing, too
+        assert named is not None  # it also matches the empty string
         yield named[1], text[line + 1 : end if end >= 0 else None]
         start = text.find(_FENCE, end + len(_FENCE)) if end >= 0 else -1

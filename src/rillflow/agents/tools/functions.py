@@ -1,10 +1,7 @@
-"""A typed function is a tool: its annotations are the schema of its arguments, its docstring is what the model reads.
+"""Tools made from typed functions: the annotations are the schema of the arguments, the docstring is the description.
 
-    async def count(box: str, item: str, episode: Episode) -> int:
-        '''Count the pieces of one item in one box.'''
-
-`episode` is given by the toolbox and not shown. Plain functions run in threads, of which each tool has a bounded
-number: one that hangs past its deadline keeps its thread, and holds up nothing but calls of the same tool.
+Plain functions run in threads. Each tool has a bounded number of them: a call that hangs past its deadline keeps its
+thread and delays only calls of the same tool.
 """
 
 from __future__ import annotations
@@ -14,7 +11,7 @@ import inspect
 import re
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any, get_type_hints
+from typing import Any, TypeVar, get_type_hints, overload
 
 from pydantic import BaseModel, ConfigDict, Field, PydanticUserError, ValidationError, create_model
 from pydantic_core import to_json
@@ -23,19 +20,51 @@ from rillflow.contracts import Episode
 from rillflow.errors import ConfigError, ToolError
 from rillflow.wire import in_daemon
 
-THREADS = 32  # of one tool, those that hang among them
+THREADS = 32  # of one tool, including those that hang
 EPISODE = "episode"
+_FACTS = "__rillflow_tool__"  # the attribute of a function that `tool` has decorated
 _ARGUMENT_LINE = re.compile(r"\s+(\w+)(?: \([^)]*\))?:\s+(.+)")
-_SHOWN = 4  # of what is wrong with the arguments of a call
+_SHOWN = 4  # faults of a call's arguments that are listed
+FunctionT = TypeVar("FunctionT", bound=Callable[..., Any])
+
+
+@overload
+def tool(function: FunctionT) -> FunctionT: ...
+@overload
+def tool(*, name: str | None = None, description: str | None = None) -> Callable[[FunctionT], FunctionT]: ...
+def tool(function: Any = None, *, name: str | None = None, description: str | None = None) -> Any:
+    """Declare a function to be a tool that models may call, and check its signature at once.
+
+    The annotations are the schema of the arguments; the docstring is the description, with its `Args:` for single
+    arguments. `name` and `description` replace the function's own. A parameter `episode` is given by Rillflow and
+    hidden from the model. A ToolError that the function raises is for the model to read. The function stays callable as
+    before; a recipe lists it under `tools` as `file.py:count`.
+
+    Example:
+
+        @rillflow.tool
+        async def count(box: str, item: str, episode: rillflow.Episode) -> int:
+            '''Count the pieces of one item in one box.'''
+            return episode.payload["stock"][box][item]
+    """
+
+    def declare(function: FunctionT) -> FunctionT:
+        setattr(function, _FACTS, {"name": name, "description": description})
+        FunctionTool(function)  # raises ConfigError where it cannot be a tool
+        return function
+
+    return declare if function is None else declare(function)
 
 
 class FunctionTool:
-    """A Tool made of a function."""
+    """A tool made from a function."""
 
     def __init__(self, function: Callable[..., Any], *, name: str | None = None, timeout: float = 10.0) -> None:
-        self.name: str = name or function.__name__
+        declared = getattr(function, _FACTS, {})
+        self.name: str = name or declared.get("name") or function.__name__
         self.timeout = timeout
-        self.description, notes = _documentation(function)
+        documented, notes = _documentation(function)
+        self.description: str = declared.get("description") or documented
         self._function = function
         self._model, self._episode = _model_of(function, self.name, notes)
         self.parameters: Mapping[str, Any] = tidy(self._model.model_json_schema())
@@ -66,12 +95,12 @@ class FunctionTool:
 
 
 def tool_of(function: Callable[..., Any], *, name: str | None = None, timeout: float = 10.0) -> FunctionTool:
-    """ConfigError where the function's signature cannot be a schema."""
+    """Return the function as a tool; ConfigError if its signature cannot be a schema."""
     return FunctionTool(function, name=name, timeout=timeout)
 
 
 def tidy(schema: Any) -> Any:
-    """A schema without what costs tokens and tells a model nothing: titles, and that nothing else is taken."""
+    """Return a schema without titles and `additionalProperties: false`, which cost tokens and help no model."""
     if isinstance(schema, list):
         return [tidy(item) for item in schema]
     if not isinstance(schema, Mapping):
@@ -81,7 +110,7 @@ def tidy(schema: Any) -> Any:
         del kept["additionalProperties"]
     first = [key for key in ("type", "properties", "required") if key in kept]
     order = [*first, *(key for key in kept if key not in first)]
-    # Names of properties are the tool's own, whatever they are called.
+    # The keys below are the names of the tool's own properties, not keywords of the schema.
     return {
         key: {name: tidy(inner) for name, inner in kept[key].items()}
         if key in ("properties", "$defs")
@@ -93,12 +122,12 @@ def tidy(schema: Any) -> Any:
 def _model_of(
     function: Callable[..., Any], name: str, notes: Mapping[str, str]
 ) -> tuple[type[BaseModel], inspect.Parameter | None]:
-    """A model of the arguments that models write, and the parameter that takes the episode, if there is one."""
+    """Return a pydantic model of the arguments, and the parameter that takes the episode or None."""
     try:
         parameters = inspect.signature(function).parameters
         hints = get_type_hints(function, include_extras=True)
     except (TypeError, ValueError, NameError) as error:
-        raise ConfigError(f"tool {name}: {error}", "a tool is a function with annotations that can be read") from None
+        raise ConfigError(f"tool {name}: {error}", "annotate each argument of the function with a type") from None
     fields: dict[str, Any] = {}
     for parameter in parameters.values():
         if parameter.name == EPISODE:
@@ -108,7 +137,7 @@ def _model_of(
         if parameter.name not in hints:
             raise ConfigError(f"tool {name}: {parameter.name} has no type", f"write {parameter.name}: str, or another")
         default = ... if parameter.default is parameter.empty else parameter.default
-        # What stands in the annotation goes before what stands in the docstring.
+        # A description in the annotation wins over one in the docstring.
         about = Field(default, description=notes[parameter.name]) if parameter.name in notes else default
         fields[parameter.name] = (hints[parameter.name], about)
     try:
@@ -120,7 +149,7 @@ def _model_of(
 
 
 def _documentation(function: Callable[..., Any]) -> tuple[str, dict[str, str]]:
-    """The docstring up to its `Args:`, and what is said there of each argument."""
+    """Return the docstring up to `Args:`, and the description of each argument there."""
     about, _, arguments = (inspect.getdoc(function) or "").partition("\nArgs:\n")
     notes: dict[str, str] = {}
     for line in arguments.splitlines():

@@ -1,11 +1,11 @@
-"""The tools of an MCP server: one session for each node, shared by its episodes, begun anew when the server dies.
+"""The tools of an MCP server. Each node has one session, which its episodes share and which is restarted if it dies.
 
-Invariants: a call that the server's death has cut is made again only where the server says that this changes nothing
-(read-only or idempotent); else, and where the server does not come back, EnvironmentLost fails the episode, which is
-played again. Arguments in `fill` come from the prompt's payload: models neither see nor set them.
+Invariants: a call that the death of the server interrupted is repeated only if the server declares the tool read-only
+or idempotent; otherwise, and if the server does not come back, EnvironmentLost fails the episode, which is played
+again. Arguments in `fill` come from the prompt's payload: models neither see nor set them.
 
-What this does not protect against: a server is trusted with this machine's memory (one answer is read whole before it
-is cut), and one that does not end when its standard input closes outlives a node that is killed with -9.
+Not protected against: a server that sends a huge answer, which is read whole before it is cut; a server that does not
+end when its standard input closes, which outlives a node that is killed with -9.
 """
 
 from __future__ import annotations
@@ -36,18 +36,18 @@ except ImportError:
 
 log = logging.getLogger(__name__)
 
-OPENING = 60.0  # seconds for a server to start and to name its tools
+OPENING = 60.0  # seconds for a server to start and to list its tools
 CALLS = 64  # of one server at once; others wait, within their deadlines
 _BACKOFF = (0.0, 0.2, 0.5, 1.0, 2.0)  # seconds before each attempt to reach a server that has gone
-_CLOSING = 10.0  # seconds for a server to end; it is killed before
+_CLOSING = 10.0  # seconds for a session to end; it kills the server earlier
 _MOST_TOOLS = 1000
-_SHARE = 0.8  # of the time a call has left that it may wait for a server: no deadline is to hide that it is gone
-_ERRORS = 1 << 16  # bytes kept of what a server writes to its standard error
-_SHOWN = 1000  # characters of it that are told where it cannot be reached
+_SHARE = 0.8  # of a call's time that it may wait for a server, so that a lost server is not reported as a slow tool
+_ERRORS = 1 << 16  # bytes kept of a server's standard error
+_SHOWN = 1000  # characters of it in an error message
 
 
 class McpTool:
-    """One tool of a server. `again`: whether a call may be made twice."""
+    """One tool of a server. `again` says whether a call may be repeated."""
 
     def __init__(self, server: McpServer, about: wire.Tool, fill: Mapping[str, str], timeout: float) -> None:
         hints = about.annotations
@@ -72,7 +72,7 @@ class McpTool:
 
 
 class McpServer:
-    """A server by its command or its URL."""
+    """A server, given by its command or its URL."""
 
     def __init__(self, config: McpConfig, *, timeout: float = 10.0) -> None:
         self._config = config
@@ -84,7 +84,7 @@ class McpServer:
         self._retired: set[asyncio.Task[None]] = set()
 
     async def open(self) -> Sequence[Tool]:
-        """Start it, or reach it; ConfigError where that fails, or where `only` or `fill` name what it does not have."""
+        """Start or reach the server and return its tools; ConfigError if it lacks what `only` or `fill` name."""
         try:
             connection = await self._connected(OPENING)
             async with asyncio.timeout(OPENING):
@@ -170,15 +170,15 @@ class McpServer:
         raise EnvironmentLost(f"the MCP server {self._where} cannot be reached: {wrong}", _LOOK)
 
 
-_LOOK = "start it by hand and look at what it says"
+_LOOK = "start it by hand and read its output"
 
 
 class _Lost(Exception):
-    """The connection, or the server, has gone."""
+    """The connection or the server is gone."""
 
 
 class _Connection:
-    """One session with a server. It is entered and left in one task, as its cancel scopes demand."""
+    """One session with a server. One task enters and leaves it, as its cancel scopes require."""
 
     def __init__(self, config: McpConfig) -> None:
         self.lost = False
@@ -211,7 +211,7 @@ class _Connection:
             raise _Lost(f"{_plain(error)}{'; it wrote: ' if wrote else ''}{wrote}")
 
     async def stop(self) -> None:
-        """End the session, and the server if it is ours."""
+        """End the session, and the server if we started it."""
         self.lost = True
         self._stop.set()
         if self._task is None:
@@ -223,10 +223,10 @@ class _Connection:
             self._task.cancel()
             await asyncio.wait({self._task}, timeout=_CLOSING)
         elif not self._task.cancelled():
-            self._task.exception()  # whatever it raised on its way out is not news
+            self._task.exception()  # errors while closing do not matter
 
     async def retire(self, seconds: float) -> None:
-        """End the session once its calls are answered, or so much later."""
+        """End the session when its calls are answered, at the latest after `seconds`."""
         with suppress(TimeoutError):
             async with asyncio.timeout(seconds):
                 await self._idle.wait()
@@ -256,7 +256,7 @@ class _Connection:
                 self.lost = True
                 raise _Lost(str(error)) from error
             raise ToolError(error.message) from None
-        except RuntimeError as error:  # the session was left before the call began
+        except RuntimeError as error:  # the session ended before the call began
             self.lost = True
             raise _Lost(str(error)) from error
         finally:
@@ -288,12 +288,12 @@ class _Connection:
         return stdio_client(server, errlog=cast("TextIO", self._errors.write))
 
 
-# What a server that was started again, or a proxy before it, answers to the requests of an old session.
+# The codes with which a restarted server, or a proxy before it, answers requests of an old session.
 _OF_HTTP = (wire.INVALID_REQUEST, wire.INTERNAL_ERROR)
 
 
 def filled(values: Mapping[str, str], where: str) -> dict[str, str]:
-    """Values with `${NAME}` taken from the environment, so that no key stands in a recipe."""
+    """Return values with `${NAME}` replaced from the environment, so that recipes hold no keys."""
     try:
         return {name: Template(value).substitute(os.environ) for name, value in values.items()}
     except KeyError as error:
@@ -309,7 +309,7 @@ def _without(schema: dict[str, Any], hidden: Mapping[str, str]) -> dict[str, Any
 
 
 def _text(result: wire.CallToolResult) -> str:
-    """What a model can read of it: texts; of everything else, that it is there."""
+    """Return a result as text for a model; content that is not text becomes its type in brackets."""
     parts = [block.text if isinstance(block, wire.TextContent) else f"[{block.type}]" for block in result.content]
     if not parts and result.structured_content is not None:
         return json.dumps(result.structured_content)
@@ -317,7 +317,7 @@ def _text(result: wire.CallToolResult) -> str:
 
 
 def _plain(error: BaseException | None) -> str:
-    """The first cause: task groups wrap what happened in groups."""
+    """Return the first cause of an error that task groups have wrapped."""
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     return f"{type(error).__name__}: {error}"[:500]

@@ -1,7 +1,7 @@
 """A toolbox as an MCP server, for any agent that speaks the protocol.
 
-Over HTTP it serves loopback only, and every call needs a token. A tool that needs an episode says so when it is called:
-there is none here.
+Over HTTP it serves loopback only, and every call needs a token. A tool that needs an episode answers with an error,
+because there is none here.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 def build_server(toolbox: Toolbox, name: str = "rillflow-tools") -> Server[Any]:
-    """Errors that a model may mend are results with `is_error`, as the protocol wants them."""
+    """Return the server. Errors that a model can correct are results with `is_error`, as the protocol requires."""
     try:
         import mcp_types as wire
         from mcp.server import Server
@@ -41,7 +41,7 @@ def build_server(toolbox: Toolbox, name: str = "rillflow-tools") -> Server[Any]:
     async def call_tool(context: Any, asked: wire.CallToolRequestParams) -> wire.CallToolResult:
         try:
             text = await toolbox.call(asked.name, asked.arguments or {})
-        except RillflowError as error:  # a sandbox or another server that is gone: whoever calls has to know
+        except RillflowError as error:  # a sandbox or another server is gone
             text = f"error: {error}"
         return wire.CallToolResult(content=[wire.TextContent(text=text)], is_error=text.startswith("error: "))
 
@@ -49,7 +49,7 @@ def build_server(toolbox: Toolbox, name: str = "rillflow-tools") -> Server[Any]:
 
 
 async def serve_stdio(server: Server[Any]) -> None:
-    """Until the client has closed our standard input."""
+    """Serve until the client closes our standard input."""
     from mcp.server.stdio import stdio_server
 
     async with stdio_server() as (read, write):
@@ -57,7 +57,7 @@ async def serve_stdio(server: Server[Any]) -> None:
 
 
 async def serve_http(server: Server[Any], token: str, port: int, on_ready: Callable[[str], None]) -> None:
-    """Until it is cancelled. `on_ready` gets the URL."""
+    """Serve until cancelled. `on_ready` gets the URL."""
     app = server.streamable_http_app(stateless_http=True, json_response=True)
     async with served(app, token, port, what="the MCP server") as (url, serving):
         on_ready(f"{url}/mcp")

@@ -1,4 +1,4 @@
-"""`python`: code that a model writes, run in a sandbox of its own. Nothing is kept from one call to the next."""
+"""`python`: programs that a model writes, each run in a new sandbox. Nothing is kept from one call to the next."""
 
 from __future__ import annotations
 
@@ -25,11 +25,14 @@ _ENDS = {
 
 
 class Python(SandboxConfig):
-    """The options are the sandbox's."""
+    """The tool `python`. Its options are those of the sandbox."""
 
     async def open(self, timeout: float, stack: AsyncExitStack) -> Tool:
-        """The program's own limit and the wait for its turn are together a little shorter than the call's: its output
-        is seen, and a sandbox that is busy is an error of ours, not told to the model as its own."""
+        """Open the sandbox and return the tool.
+
+        The program's limit plus the wait for a free sandbox are shorter than the call's timeout. So the output of a
+        slow program is still shown, and a busy sandbox is raised as our error and not reported to the model.
+        """
         seconds, wait = min(self.seconds, timeout * 0.8), min(self.wait, timeout * 0.15)
         sandbox = Sandbox(SandboxConfig(**self.model_dump() | {"wait": wait}))
         await asyncio.to_thread(sandbox.open)
@@ -41,7 +44,7 @@ class Python(SandboxConfig):
             try:
                 result = await sandbox.run(code, seconds=seconds)
             except SandboxError:
-                if time.monotonic() > latest:  # it could not have all its time again
+                if time.monotonic() > latest:  # not enough time for a second try
                     raise
                 result = await sandbox.run(code, seconds=seconds)
             return shown(result)
@@ -50,7 +53,7 @@ class Python(SandboxConfig):
 
 
 def shown(result: Result) -> str:
-    """What a person would see in a notebook."""
+    """Return the output and the last value, as a notebook shows them."""
     parts = [result.stdout.rstrip("\n"), result.value or ""]
     if result.status == "error":
         parts.append(f"error: {result.stderr.strip()}")

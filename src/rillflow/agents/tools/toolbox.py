@@ -1,13 +1,14 @@
-"""The tools of a recipe behind one door: arguments are checked, calls have deadlines, and what is wrong is told.
+"""The tools of a recipe: they are opened together, their arguments are checked, and their calls have deadlines.
 
-Invariants: whatever a model writes is answered with text, from `error: ` on where it was wrong; an answer is never
-longer than the tool's bound; what is nobody's fault but ours (a sandbox or a tool's server that is gone) is raised, so
-that the episode is played again and never rewarded for it.
+Invariants: every call is answered with text, which begins with `error: ` if the call was wrong. A text is never longer
+than the tool's bound. A failure that is not the model's fault (a sandbox or a tool's server is gone) is raised, so the
+episode is played again and never rewarded for it.
 """
 
 from __future__ import annotations
 
 import asyncio
+import importlib
 import json
 import logging
 import re
@@ -15,24 +16,33 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from typing import Any
 
+from rillflow.agents.options import read_options
 from rillflow.agents.tools.functions import tool_of
-from rillflow.agents.tools.registry import opener_of
 from rillflow.config import ToolConfig, resolve_object
 from rillflow.config.tracebacks import UserErrors, located, place_of
 from rillflow.contracts import Episode, Tool
-from rillflow.errors import ConfigError, RillflowError, ToolError
+from rillflow.errors import ConfigError, RillflowError, ToolError, did_you_mean
 from rillflow.types import SLOW_TOOL, UserError
 
 log = logging.getLogger(__name__)
 
 MAX_ARGUMENTS = 1 << 16  # characters that a model may write
-MAX_OUTPUT = 8192  # characters that it may read, where the recipe says nothing else
-_NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")  # what every chat API takes
+MAX_OUTPUT = 8192  # characters that it may read, if the recipe sets no other bound
+_NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")  # what every chat API accepts
+Opener = Callable[[float, AsyncExitStack], Awaitable[Tool]]
+
+# The shipped tools: each is a Section of its options with `open`. Only tools that a recipe names are imported.
+TOOLS: dict[str, str] = {
+    "calculator": "rillflow.agents.tools.calculator:Calculator",
+    "python": "rillflow.agents.tools.python:Python",
+    "search": "rillflow.agents.tools.corpus:Search",
+    "web_search": "rillflow.agents.tools.web_search:WebSearch",
+}
 
 
 class OpenToolbox:
-    """A Toolbox whose tools are open until `close`. `outputs` are the bounds of those tools that have their own;
-    `errors` hears what tools raise."""
+    """A Toolbox whose tools are open until `close`. `outputs` holds the length bounds of single tools; `errors`
+    collects what tools raise."""
 
     def __init__(
         self,
@@ -50,11 +60,11 @@ class OpenToolbox:
             names = [tool.name for tool in tools]
             twice = next(name for name in names if names.count(name) > 1)
             raise ConfigError(
-                f"tools: two of them are called {twice}", "leave one out; `only` chooses a server's tools"
+                f"tools: two of them have the name {twice}", "leave one out; `only` chooses a server's tools"
             )
         for name in self._tools:
             if not _NAME.fullmatch(name):
-                raise ConfigError(f"tools: {name!r:.100} is no name", "letters, digits, _ and -, at most 64")
+                raise ConfigError(f"tools: {name!r:.100} is not a valid name", "letters, digits, _ and -, at most 64")
 
     @property
     def schemas(self) -> list[Any]:
@@ -83,13 +93,13 @@ class OpenToolbox:
         except RillflowError:
             raise
         except Exception as error:
-            # A model's arguments may well be the reason, so it reads of it; a bug of the tool is told of as any other.
+            # The arguments may be the reason, so the model reads the error; a bug of the tool is reported as well.
             log.warning("tool %s raised %s%s", name, located(error), self._errors.note(f"tool {name}", error))
             text = f"error: {type(error).__name__}: {error}"
         return _bounded(text, self._outputs.get(name, MAX_OUTPUT))
 
     def _note_late(self, name: str, late: _TooLate) -> str:
-        """Remember where the tool hung; return it for the log."""
+        """Record where the tool hung and return the place for the log."""
         place = place_of(late)
         told = f" ({place})" if place else ""
         error = f"{name} took longer than {late.seconds:.3g} s{told}"
@@ -102,7 +112,7 @@ class OpenToolbox:
 
 
 async def open_toolbox(tools: Sequence[ToolConfig], errors: UserErrors | None = None) -> OpenToolbox:
-    """Open what the recipe names. A ConfigError says which of it cannot be had, and leaves nothing open."""
+    """Open the tools of a recipe. A ConfigError names the tool that cannot be opened and leaves none open."""
     opened: list[Tool] = []
     outputs: dict[str, int] = {}
     stack = AsyncExitStack()
@@ -118,12 +128,25 @@ async def open_toolbox(tools: Sequence[ToolConfig], errors: UserErrors | None = 
 
 
 def check_tools(tools: Sequence[ToolConfig]) -> None:
-    """Raise the ConfigError that a look can find; nothing is opened."""
+    """Raise ConfigError for faults that can be found without opening the tools."""
     for config in tools:
         if config.name is not None:
             opener_of(config.name, config.options)
         elif config.function is not None:
             tool_of(resolve_object(config.function))
+
+
+def opener_of(name: str, options: Mapping[str, Any]) -> Opener:
+    """Return what opens a shipped tool with a timeout; what it leaves open goes on the stack."""
+    if name not in TOOLS:
+        raise ConfigError(
+            f"there is no tool {name!r}",
+            f"{did_you_mean(name, TOOLS)}there are {', '.join(TOOLS)}; yours is module:function",
+        )
+    module, _, attribute = TOOLS[name].partition(":")
+    section = getattr(importlib.import_module(module), attribute)
+    opener: Opener = read_options(f"tool {name}", options, section).open
+    return opener
 
 
 async def _open(config: ToolConfig, stack: AsyncExitStack) -> Sequence[Tool]:
@@ -140,7 +163,7 @@ async def _open(config: ToolConfig, stack: AsyncExitStack) -> Sequence[Tool]:
 
 
 def _parsed(arguments: str | Mapping[str, Any], parameters: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The arguments as a mapping that has what the schema requires and nothing that it does not know."""
+    """Return the arguments as a mapping with all required names and no unknown ones."""
     if isinstance(arguments, str):
         if len(arguments) > MAX_ARGUMENTS:
             raise ToolError(f"the arguments are longer than {MAX_ARGUMENTS} characters")
@@ -166,12 +189,12 @@ async def _answer(tool: Tool, arguments: Mapping[str, Any], episode: Episode | N
         async with asyncio.timeout(seconds):
             return await tool.call(arguments, episode)
     except TimeoutError as error:
-        cancelled = error.__cause__  # it tells where the tool hung
+        cancelled = error.__cause__  # its traceback shows where the tool hung
         raise _TooLate(seconds).with_traceback(cancelled.__traceback__ if cancelled else None) from None
 
 
 class _TooLate(Exception):
-    """A tool has not answered within so many seconds."""
+    """A tool did not answer within `seconds`."""
 
     def __init__(self, seconds: float) -> None:
         super().__init__(seconds)
@@ -179,7 +202,7 @@ class _TooLate(Exception):
 
 
 def _bounded(text: str, limit: int) -> str:
-    """Text that any client can send on: no lone surrogates, and not without end."""
+    """Return text that every client can send: bounded, and without lone surrogates."""
     if len(text) > limit:
         text = f"{text[:limit]}\n… ({len(text) - limit} characters more)"
     return text.encode(errors="replace").decode()

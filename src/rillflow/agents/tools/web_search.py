@@ -1,7 +1,7 @@
-"""`web_search`: the open web, through a service that wants a key. The key comes from the environment, never a recipe.
+"""`web_search`: the open web, through a service that needs a key. The key comes from the environment, never a recipe.
 
-A service that is busy or down is asked again within the call's deadline; if that does not help the episode fails and is
-played again: a model is not to learn from our network.
+A service that is busy or down is asked again within the call's deadline. If that does not help, the episode fails and
+is played again, so that a model does not learn from faults of the network.
 """
 
 from __future__ import annotations
@@ -16,9 +16,8 @@ from typing import Any, Literal, NamedTuple
 import aiohttp
 from pydantic import Field
 
-from rillflow.agents.tools.corpus import Passage
+from rillflow.agents.tools.corpus import Passage, listed
 from rillflow.agents.tools.functions import tool_of
-from rillflow.agents.tools.search import listed
 from rillflow.config.base import Positive, Section
 from rillflow.contracts import Tool
 from rillflow.errors import ConfigError, EnvironmentLost, ToolError
@@ -26,10 +25,10 @@ from rillflow.errors import ConfigError, EnvironmentLost, ToolError
 _ATTEMPTS = 4
 _BACKOFF = 0.25  # seconds before the second attempt, doubled for each one after
 _MOST = 4 << 20  # bytes of an answer
-_SHARE = 0.8  # of the call's time, for the service: that it hangs is noticed here, not by the toolbox
-_REFUSED = (400, 422)  # statuses that speak of the query
-_UP = "look whether the service is up"
-_SERVICE = "is this the service?"
+_SHARE = 0.8  # of the call's time for the service, so that a hanging service is noticed here and not by the toolbox
+_REFUSED = (400, 422)  # statuses that concern the query
+_UP = "check that the service is up"
+_SERVICE = "check that the URL is that of the service"
 
 
 class _Request(NamedTuple):
@@ -41,6 +40,8 @@ class _Request(NamedTuple):
 
 
 class WebSearch(Section):
+    """The tool `web_search`."""
+
     service: Literal["tavily", "brave"] = Field("tavily", description="whose interface it is")
     url: str | None = Field(None, description="where the service is; default: its own address")
     key_variable: str | None = Field(
@@ -50,6 +51,7 @@ class WebSearch(Section):
     characters: Positive = Field(600, description="that are shown of each")
 
     async def open(self, timeout: float, stack: AsyncExitStack) -> Tool:
+        """Open a client session and return the tool."""
         variable = self.key_variable or _KEYS[self.service]
         key = os.environ.get(variable, "")
         if not key:
@@ -98,7 +100,7 @@ def _results(service: str, found: Mapping[str, Any]) -> list[Passage]:
 
 
 async def _asked(session: aiohttp.ClientSession, base: str, request: _Request) -> Mapping[str, Any]:
-    """The service's answer. A query that it refuses is for the model to read; a refused key is for the user."""
+    """Return the service's answer. A refused query is an error for the model, a refused key one for the user."""
     wrong = ""
     for attempt in range(_ATTEMPTS):
         if attempt:
@@ -133,5 +135,5 @@ async def _json(response: aiohttp.ClientResponse, base: str) -> Mapping[str, Any
     except ValueError:
         found = None
     if not isinstance(found, dict):
-        raise EnvironmentLost(f"web_search: {base} answers with something else than JSON", _SERVICE)
+        raise EnvironmentLost(f"web_search: {base} does not answer with JSON", _SERVICE)
     return found

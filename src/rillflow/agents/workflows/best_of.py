@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING
 
 from pydantic import Field
 
-from rillflow.agents.workflows.wording import Options, checker, filler, options_of, outcome, problem_of, user
+from rillflow.agents.options import filler, read_options
+from rillflow.agents.workflows.multi_policy import Options, checker, outcome, problem_of, user
 from rillflow.config.base import Positive
 
 if TYPE_CHECKING:
@@ -27,7 +28,7 @@ class BestOfOptions(Options):
 
 async def play(episode: Episode) -> dict[str, float]:
     """Role: solver. The payload has `question` (or `problem`) and what `check` compares with."""
-    options = options_of(episode, BestOfOptions)
+    options = read_options("options", episode.options, BestOfOptions)
     fill, check = filler(PROMPTS, options.prompts), checker(episode, options.check)
     prompt = user(fill("solve", question=problem_of(episode)))
     answers = await episode.role("solver").ask_many(prompt, options.answers, **options.settings_of("solver"))

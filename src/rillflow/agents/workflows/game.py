@@ -1,21 +1,20 @@
-"""Any environment, turn by turn: what is seen goes to the model, what it says is the next action.
+"""The workflow of any environment, turn by turn: an observation goes to the model, its answer is the next action.
 
 The recipe names the `environment`; its `options` are those of `GameOptions`. With the whole history an episode is one
-path of the token tree and one sample; with a window (`history`) every turn that forgets something begins another.
+path of the token tree and one sample. With a window (`history`) each turn that drops a message begins another path.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
-from functools import lru_cache
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import openai
-from pydantic import Field, ValidationError
+from pydantic import Field
 
+from rillflow.agents.options import read_options
 from rillflow.config.base import Section
-from rillflow.errors import ConfigError
 from rillflow.types import Observation, Said
 
 if TYPE_CHECKING:
@@ -31,7 +30,7 @@ ACTION_SCHEMA: dict[str, Any] = {
 
 
 class GameOptions(Section):
-    """How an environment is played."""
+    """The options of the workflow `game`."""
 
     instructions: str | None = Field(None, description="what the model is told before it sees anything")
     action: Literal["text", "json"] = Field("text", description="an action is the answer's last line, or its `action`")
@@ -48,8 +47,8 @@ class GameOptions(Section):
 
 
 async def play(episode: Episode) -> float:
-    """One episode; returns its reward. A context that is full ends it with what was earned so far."""
-    options = read_options(episode.options)
+    """Play one episode and return its reward. A full context ends it with the reward so far."""
+    options = read_options("options", episode.options, GameOptions)
     role = episode.role("player")
     seen = await episode.environment.reset(episode.payload, episode.seed)
     messages = opening(seen, options)
@@ -75,7 +74,7 @@ async def play(episode: Episode) -> float:
 
 
 async def _ask(role: Role, messages: Sequence[Message], options: GameOptions, *, first: bool) -> Said | None:
-    """The next answer; None where the context is full, which is an error only where nothing fits at all."""
+    """Return the next answer, or None if the context is full. If the first prompt does not fit, that is an error."""
     try:
         return await role.ask(messages, schema=ACTION_SCHEMA if options.action == "json" else None)
     except openai.APIStatusError as error:
@@ -84,28 +83,14 @@ async def _ask(role: Role, messages: Sequence[Message], options: GameOptions, *,
         return None
 
 
-def read_options(options: Mapping[str, Any]) -> GameOptions:
-    return _read(json.dumps(dict(options), sort_keys=True))
-
-
-@lru_cache(maxsize=16)
-def _read(options: str) -> GameOptions:
-    try:
-        return GameOptions.model_validate_json(options)
-    except ValidationError as error:
-        first = error.errors()[0]
-        where = ".".join(map(str, first["loc"]))
-        valid = ", ".join(GameOptions.model_fields)
-        raise ConfigError(f"options.{where}: {first['msg']}", f"the workflow `game` has: {valid}") from error
-
-
 def opening(seen: Observation, options: GameOptions) -> list[Message]:
-    """What the model reads before its first action."""
+    """Return the messages before the first action."""
     told = [{"role": "system", "content": options.instructions}] if options.instructions else []
     return [*told, observed(seen, options)]
 
 
 def observed(seen: Observation, options: GameOptions) -> Message:
+    """Return an observation as a message of the user."""
     text = seen.text
     if options.show_actions and seen.actions and not seen.done:
         text = f"{text}\nPossible: {'; '.join(seen.actions)}"
@@ -113,21 +98,21 @@ def observed(seen: Observation, options: GameOptions) -> Message:
 
 
 def spoken(action: str, options: GameOptions) -> Message:
-    """The answer that means this action."""
+    """Return the answer that means this action."""
     if options.action == "text":
         return {"role": "assistant", "content": action}
     return {"role": "assistant", "content": json.dumps({"action": action}, ensure_ascii=False)}
 
 
 def window(messages: list[Message], head: int, turns: int | None) -> list[Message]:
-    """The opening and the last turns; a turn is an answer and what was seen then."""
+    """Return the opening and the last turns; a turn is an answer and the observation after it."""
     if turns is None or len(messages) - head <= 2 * turns:
         return messages
     return messages[:head] + messages[len(messages) - 2 * turns :]
 
 
 def action_of(text: str, options: GameOptions) -> str:
-    """Empty where the answer has none: the environment then tells the model so."""
+    """Return the action in an answer, or an empty string, to which the environment replies that it is invalid."""
     if options.action == "json":
         read = Said(text=text, uses=[], call="", cut=False, message={}).json()
         action = read.get("action") if isinstance(read, dict) else None

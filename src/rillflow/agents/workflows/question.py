@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 from xxhash import xxh3_64_intdigest
 
 from rillflow.agents.environments.world import check_split
-from rillflow.agents.rewards.answers import golds
+from rillflow.agents.options import fill_template
+from rillflow.agents.rewards.base import golds
 from rillflow.config import SourceConfig
 from rillflow.dataflow.sources import open_source
 
@@ -28,7 +29,7 @@ async def play(episode: Episode) -> str | None:
     The option `template` puts text around the question: "{question} Give only the number."
     """
     template = str(episode.options.get("template", "{question}"))
-    question = template.replace("{question}", episode.payload["question"])
+    question = fill_template(template, {"question": episode.payload["question"]})
     response = await episode.client.chat.completions.create(
         model=episode.model, messages=[{"role": "user", "content": question}]
     )

@@ -1,12 +1,12 @@
-"""An agent that may hand parts of its task to agents like itself, which share a notebook.
+"""An agent that may delegate parts of its task to agents like itself, with which it shares a notebook.
 
-An agent asks for help by tag (`<ask>…</ask>`) or by a call of the tool `delegate`, whichever the recipe says; what it
-asks for in one answer is worked on at once, and the results come back in the order of the questions. Notes
-(`<note>…</note>`, or the tool `note`) are read by every agent of the episode when it is asked next.
+An agent delegates by a tag (`<ask>…</ask>`) or by the tool `delegate`, as the recipe chooses. All tasks of one answer
+are worked on concurrently, and the results come back in the order of the tasks. Notes (`<note>…</note>`, or the tool
+`note`) are shown to every agent of the episode with its next message.
 
-Invariants: never more than `agents` of them in an episode, none deeper than `depth`, none asked more than `turns`
-times; what goes beyond these bounds is told to the agent that wanted it, not raised. All answers of an episode are
-worth what the first agent's is; with `credit: answers` also each by itself (`trainer.step_rewards`).
+Invariants: an episode has at most `agents` agents, none deeper than `depth`, each with at most `turns` answers. An
+agent that exceeds a bound reads an error; nothing is raised. All answers of an episode get the reward of the first
+agent; with `credit: answers` each also gets its own (`trainer.step_rewards`).
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field
 
-from rillflow.agents.workflows.wording import Check, Fill, Options, checker, filler, options_of, problem_of
+from rillflow.agents.options import Fill, filler, read_options
+from rillflow.agents.workflows.multi_policy import Check, Options, checker, problem_of
 from rillflow.config.base import NonNegative
 
 if TYPE_CHECKING:
@@ -63,6 +64,8 @@ TOOLS = [
 
 
 class RecursiveOptions(Options):
+    """The options of the workflow `recursive`."""
+
     by: Literal["tag", "tool"] = Field("tag", description="how an agent asks for help")
     depth: NonNegative = Field(2, description="how deep helpers of helpers go; 0: nobody has any")
     agents: Annotated[int, Field(ge=1, le=64)] = Field(8, description="most agents of an episode, the first included")
@@ -77,24 +80,25 @@ class RecursiveOptions(Options):
 
 @dataclass
 class Team:
-    """What the agents of one episode share."""
+    """The shared state of the agents of one episode."""
 
     episode: Episode
     options: RecursiveOptions
     fill: Fill
     check: Check
     notebook: list[str] = field(default_factory=list)
-    said: list[tuple[Said, bool]] = field(default_factory=list)  # every answer, and whether it was of use
+    said: list[tuple[Said, bool]] = field(default_factory=list)  # every answer, and whether it had a tag or a call
     agents: int = 0
 
     def hire(self, depth: int) -> bool:
-        """Whether there may be one more agent, so deep."""
+        """Count one more agent at this depth and return True, or return False if a bound is reached."""
         if depth > self.options.depth or self.agents >= self.options.agents:
             return False
         self.agents += 1
         return True
 
     def note(self, text: str) -> str:
+        """Add a note and return the reply for the agent."""
         if len(self.notebook) >= self.options.notes:
             return "error: the notebook is full"
         self.notebook.append(text.strip()[:_LONGEST_NOTE])
@@ -102,8 +106,8 @@ class Team:
 
 
 async def play(episode: Episode) -> float:
-    """Role: agent. The payload has `question` (or `problem`) and what `check` compares with."""
-    options = options_of(episode, RecursiveOptions)
+    """Play one episode; its role is agent. The payload has `question` (or `problem`) and what `check` compares with."""
+    options = read_options("options", episode.options, RecursiveOptions)
     team = Team(episode, options, filler(PROMPTS, options.prompts), checker(episode, options.check))
     team.hire(0)
     answer = await Agent(team, 0).work(problem_of(episode))
@@ -117,7 +121,7 @@ async def play(episode: Episode) -> float:
 
 
 class Agent:
-    """One of the team; its conversation only grows."""
+    """One agent of the team, with its own conversation."""
 
     def __init__(self, team: Team, depth: int) -> None:
         self._team = team
@@ -126,7 +130,7 @@ class Agent:
         self._messages: list[dict[str, Any]] = []
 
     async def work(self, task: str) -> str | None:
-        """The result; None where it gave none in its turns."""
+        """Work on a task and return the result, or None if there is none within the turns."""
         team, by_tool = self._team, self._team.options.by == "tool"
         self._say(team.fill(team.options.by, question=task, notes=self._news()))
         settings = team.options.settings.get(ROLE, {}) | (
@@ -152,13 +156,13 @@ class Agent:
 
     async def _serve_tools(self, said: Said) -> None:
         results = await together(self._use(use.name, use.arguments) for use in said.uses)
-        news = self._news()  # with the last result: between a call and its result nobody may speak
+        news = self._news()  # added to the last result: no message may stand between a call and its result
         for place, (use, result) in enumerate(zip(said.uses, results, strict=True), 1):
             content = result + (news if place == len(said.uses) else "")
             self._messages.append({"role": "tool", "tool_call_id": use.id, "content": content})
 
     async def _use(self, name: str, arguments: str) -> str:
-        """A tool of the team, or of the recipe; what is wrong with a call is told, not raised."""
+        """Call a tool of the team or of the recipe; a wrong call returns an error text."""
         if name not in ("delegate", "note"):
             return await self._team.episode.tools.call(name, arguments, self._team.episode)
         key = "task" if name == "delegate" else "text"
@@ -179,7 +183,7 @@ class Agent:
         self._messages.append({"role": "user", "content": text})
 
     def _news(self) -> str:
-        """The notes that this agent has not read."""
+        """Return the notes that this agent has not read."""
         fresh = self._team.notebook[self._read :]
         self._read += len(fresh)
         return "".join(self._team.fill("note", note=note) for note in fresh)
@@ -193,7 +197,7 @@ def _answer_of(said: Said, by_tool: bool) -> str | None:
 
 
 async def together(works: Iterable[Awaitable[str]]) -> list[str]:
-    """All results, in order. The first failure is raised as it is, once the others were told to stop."""
+    """Return all results in order. The first failure is raised, after the others are cancelled."""
     tasks = [asyncio.ensure_future(work) for work in works]
     try:
         return await asyncio.gather(*tasks)

@@ -1,12 +1,12 @@
-"""Search and answer in plain text, for models that know no tool calls.
+"""Search and answer in plain text, for models without tool calls.
 
     model        … <search>who directed The Half-Way Girl</search>
     user         <information>[1] The Half-Way Girl: …</information>
     model        … <answer>New York</answer>
 
-Each answer of the model ends with its tag. What was found comes as a message of the user, so it is never trained.
-Options: `turns` (model calls at most, default 4), `tool` (which of the recipe's tools searches, default search),
-`instructions` (what stands before the question).
+Each answer of the model ends with its tag. Search results come as messages of the user, so they are never trained.
+Options: `turns` (most model calls, default 4), `tool` (the recipe's tool that searches, default search), `instructions`
+(the text before the question).
 """
 
 from __future__ import annotations
@@ -26,17 +26,19 @@ INSTRUCTIONS = (
 WRONG = "Write either <search>what you look for</search> or <answer>the answer</answer>."
 LAST = "This was the last search: now write <answer>the answer</answer>."
 _STOPS = ["</search>", "</answer>"]
-# The closing tag is the stop string, of which clients see nothing.
+# The closing tag is the stop string, which clients do not see.
 _ACTION = re.compile(r"<(search|answer)>((?:(?!<search>|<answer>).)*?)(?:</\1>|\Z)", re.DOTALL)
 
 
 class Action(NamedTuple):
+    """What the model wants to do."""
+
     kind: Literal["search", "answer"]
     text: str
 
 
 async def play(episode: Episode) -> str | None:
-    """The text of the answer, None if there was none: for rewards such as `exact_match` and `f1`."""
+    """Return the text of the answer, or None; rewards such as `exact_match` and `f1` take it."""
     agent = episode.role("agent")
     turns = episode.options.get("turns", TURNS)
     instructions = episode.options.get("instructions", INSTRUCTIONS)
@@ -55,7 +57,7 @@ async def play(episode: Episode) -> str | None:
 
 
 def read(text: str) -> Action | None:
-    """The first thing that the model wants: whatever it imagines to follow is not looked at."""
+    """Return the first action of a text; whatever the model writes after it is ignored."""
     found = _ACTION.search(text)
     if found is None or not found[2].strip():
         return None

@@ -1,8 +1,8 @@
-"""A solver and a selector of programs: the solver writes two, the selector picks one of them.
+"""A solver and a selector of programs: the solver writes two, the selector chooses one of them.
 
-Each program is worth 1 if it passes all hidden tests. The selector is worth 1 or 0 where exactly one passes, a half
-where both or neither do, and 0 where its choice cannot be read; then A is taken. The trajectory is worth what the
-chosen program is.
+Each program gets the reward 1 if it passes all hidden tests. The selector gets 1 or 0 if exactly one program passes,
+0.5 if both or neither do, and 0 if its text has no choice; then A is taken. The trajectory's reward is that of the
+chosen program.
 """
 
 from __future__ import annotations
@@ -11,8 +11,9 @@ import asyncio
 import re
 from typing import TYPE_CHECKING
 
+from rillflow.agents.options import filler, read_options
 from rillflow.agents.workflows.coding import CodeOptions, example_of
-from rillflow.agents.workflows.wording import checker, filler, is_right, options_of, outcome, problem_of, user
+from rillflow.agents.workflows.multi_policy import checker, is_right, outcome, problem_of, user
 
 if TYPE_CHECKING:
     from rillflow.contracts import Episode
@@ -32,8 +33,8 @@ _CHOICE = re.compile(r"<final>\s*([AB])\s*</final>", re.IGNORECASE)
 
 
 async def play(episode: Episode) -> dict[str, float]:
-    """Roles: solver, selector. The payload is one that the reward `code` understands."""
-    options = options_of(episode, CodeOptions)
+    """Play one episode with the roles solver and selector. The payload is one of the reward `code`."""
+    options = read_options("options", episode.options, CodeOptions)
     example = example_of(episode.payload)
     fill, check = filler(PROMPTS, options.prompts), checker(episode, options.check)
     solver, selector, question = episode.role("solver"), episode.role("selector"), problem_of(episode)
@@ -54,12 +55,13 @@ async def play(episode: Episode) -> dict[str, float]:
 
 
 def choice_of(text: str) -> str | None:
-    """`A` or `B`, the last one said; None where there is none."""
+    """Return the last `A` or `B` of a text, or None."""
     found = _CHOICE.findall(text)
     return found[-1].upper() if found else None
 
 
 def worth_of_choice(choice: str | None, a_passes: bool, b_passes: bool) -> float:
+    """Return the selector's reward."""
     if choice is None:
         return 0.0
     if a_passes == b_passes:

@@ -1,9 +1,9 @@
-"""A solver and a tester of programs: the tester writes two cases for the solver's program, which may try once more.
+"""A solver and a tester of programs: the tester writes two test cases for the solver's program.
 
-The solver tries again, and is told how each case went, only if the cases could be read and its program failed one of
-them and the hidden tests. Each program is worth 1 if it passes all hidden tests; the trajectory is worth what the last
-one is. The cases are worth a half if the reference solution passes them all (they are valid), and another half if they
-then say of the program what the hidden tests say.
+The solver tries again, with the result of each case, only if the cases are readable and its program failed one of them
+and the hidden tests. Each program gets the reward 1 if it passes all hidden tests; the trajectory's reward is that of
+the last program. The cases get 0.5 if the reference solution passes them (they are valid), and another 0.5 if they then
+agree with the hidden tests about the program.
 """
 
 from __future__ import annotations
@@ -13,9 +13,10 @@ from typing import TYPE_CHECKING
 
 from pydantic import Field
 
+from rillflow.agents.options import filler, read_options
 from rillflow.agents.sandbox import SandboxConfig, code_of, shared
 from rillflow.agents.workflows.coding import CodeOptions, example_of, feedback, reference_of, written_cases
-from rillflow.agents.workflows.wording import checker, filler, is_right, options_of, outcome, problem_of, user
+from rillflow.agents.workflows.multi_policy import checker, is_right, outcome, problem_of, user
 
 if TYPE_CHECKING:
     from rillflow.contracts import Episode
@@ -39,16 +40,19 @@ PROMPTS = {
 
 
 class TesterOptions(CodeOptions):
+    """The options of the workflow `solver_tester`."""
+
     sandbox: SandboxConfig = Field(SandboxConfig(), description="where programs meet the cases that a model wrote")
 
 
 async def play(episode: Episode) -> dict[str, float]:
-    """Roles: solver, tester. The payload is one that the reward `code` understands, with a reference solution."""
-    options = options_of(episode, TesterOptions)
+    """Play one episode with the roles solver and tester. The payload is one of the reward `code`, with a reference
+    solution."""
+    options = read_options("options", episode.options, TesterOptions)
     example = example_of(episode.payload)
     fill, check = filler(PROMPTS, options.prompts), checker(episode, options.check)
     reference = reference_of(episode.payload)
-    sandbox = await asyncio.to_thread(shared, options.sandbox)  # the first one takes a moment to be built
+    sandbox = await asyncio.to_thread(shared, options.sandbox)  # the first call starts the sandbox
     solver, tester, question = episode.role("solver"), episode.role("tester"), problem_of(episode)
     settings = options.settings_of("solver")
     first = await solver.ask(user(fill("solve", question=question, example=example)), **settings)
@@ -75,5 +79,5 @@ async def play(episode: Episode) -> dict[str, float]:
 
 
 def worth_of_cases(*, valid: bool, says: bool, truth: bool) -> float:
-    """`says`: the program passes the cases; `truth`: it passes the hidden tests."""
+    """Return the tester's reward; `says`: the program passes the cases, `truth`: it passes the hidden tests."""
     return 0.5 * (valid + (valid and says == truth))

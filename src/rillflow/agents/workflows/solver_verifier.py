@@ -16,16 +16,8 @@ from typing import TYPE_CHECKING
 
 from pydantic import Field
 
-from rillflow.agents.workflows.wording import (
-    Options,
-    checker,
-    filler,
-    is_right,
-    options_of,
-    outcome,
-    problem_of,
-    user,
-)
+from rillflow.agents.options import filler, read_options
+from rillflow.agents.workflows.multi_policy import Options, checker, is_right, outcome, problem_of, user
 from rillflow.config.load import validated
 from rillflow.errors import ConfigError
 from rillflow.types import Said
@@ -60,7 +52,7 @@ class VerifierOptions(Options):
 
 async def play(episode: Episode) -> dict[str, float]:
     """Roles: solver, verifier. The payload has `question` (or `problem`) and what `check` compares with."""
-    options = options_of(episode, VerifierOptions)
+    options = read_options("options", episode.options, VerifierOptions)
     fill, check = filler(PROMPTS, options.prompts), checker(episode, options.check)
     solver, question = episode.role("solver"), problem_of(episode)
     settings = options.settings_of("solver")

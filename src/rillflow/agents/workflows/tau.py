@@ -1,7 +1,7 @@
-"""The environment `tau` with real tool calls: an agent serves a customer, who may be played by a role of its own.
+"""The environment `tau` with real tool calls: an agent serves a customer, which another role may play.
 
-Roles: `agent` is trained; `customer` (where the environment says `user: role`) is any policy, by the recipe's `roles`.
-Both get the episode's reward; a recipe that trains only the agent gives the customer a policy that is not trained.
+Roles: `agent` is trained; `customer` (with the environment's `user: role`) is any policy, by the recipe's `roles`. Both
+get the episode's reward; a recipe that trains only the agent gives the customer a policy that is not trained.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ _END = "END"
 
 
 async def play(episode: Episode) -> float:
+    """Play one episode and return its reward."""
     environment = episode.environment
     if not isinstance(environment, Tau):
         raise ConfigError("the workflow `tau` plays the environment `tau`", "give `environment: {name: tau}`")
@@ -48,7 +49,7 @@ async def play(episode: Episode) -> float:
 
 
 def _written(name: str, arguments: str) -> str:
-    """A call as the environment reads it; arguments that are not JSON reach it as they are, and are told so."""
+    """Return a call in the environment's format; arguments that are not JSON become null, which it refuses."""
     try:
         return json.dumps({"name": name, "arguments": json.loads(arguments)})
     except (ValueError, RecursionError):
@@ -56,8 +57,8 @@ def _written(name: str, arguments: str) -> str:
 
 
 async def _tell(environment: Tau, customer: _Customer, said: Said) -> Observation:
-    """What the customer says to it."""
-    # Text is text here, even where it looks like a call: those come as such.
+    """Return the customer's reply to the agent's text."""
+    # Text is never a tool call here, even if it looks like one: calls come as such.
     text = f"({said.text})" if tool_call(said.text.strip()) is not None else said.text
     seen = await environment.step(text or "…")
     if not seen.info.get("awaits_customer"):
@@ -69,7 +70,7 @@ async def _tell(environment: Tau, customer: _Customer, said: Said) -> Observatio
 
 
 class _Customer:
-    """A role that plays one; it sees the conversation from the other side, without the tools."""
+    """A role that plays the customer; it sees the conversation from the other side, without tools."""
 
     def __init__(self, role: Role, briefing: str, first: str) -> None:
         self._role = role
@@ -80,7 +81,7 @@ class _Customer:
         ]
 
     async def answer(self, text: str) -> str | None:
-        """None where it has gone."""
+        """Return the customer's reply, or None if it has left."""
         self._messages.append({"role": "user", "content": text})
         said = await self._role.ask(self._messages)
         self._messages.append(said.message)

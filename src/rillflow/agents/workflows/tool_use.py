@@ -1,4 +1,4 @@
-"""A question, and tools to answer it with: the model calls them for as long as it likes, within its turns.
+"""A question and tools: the model calls tools until it answers, within its turns.
 
 Options: `system` (a system message), `turns` (model calls at most, default 4).
 """
@@ -16,9 +16,9 @@ TURNS = 4
 
 
 async def play(episode: Episode) -> str | None:
-    """Ask what the prompt asks (`question`), serve the tool calls, and return the last answer; None if there is none.
+    """Ask the prompt's `question`, serve the tool calls, and return the answer, or None if there is none.
 
-    What tools say is not trained: it is part of the next call's prompt.
+    Results of tools are part of the next call's prompt and are not trained.
     """
     agent = episode.role("agent")
     messages: list[dict[str, Any]] = [{"role": "user", "content": episode.payload["question"]}]

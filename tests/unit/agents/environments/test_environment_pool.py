@@ -14,9 +14,9 @@ from typing import Any
 import psutil
 import pytest
 
-from rillflow.agents.environments import pool as pools
-from rillflow.agents.environments.pool import Pool
-from rillflow.agents.environments.pooled import Pooled
+from rillflow.agents.environments import pooled
+from rillflow.agents.environments.pooled import Pooled, ask_library, game_pool
+from rillflow.agents.processes import close_pools
 from rillflow.errors import EnvironmentLost
 
 GAMES = Path(__file__).with_name("small_games.py")
@@ -26,7 +26,7 @@ KIND = f"{GAMES}:start"
 @pytest.fixture(autouse=True)
 def _no_leftovers() -> Iterator[None]:
     yield
-    pools.close_pools()
+    close_pools()
 
 
 def environment(*, workers: int = 1, games: int = 2, timeout: float = 60.0, kind: str = KIND) -> Pooled:
@@ -128,9 +128,9 @@ async def test_episodes_wait_for_a_game_in_their_order() -> None:
 
 
 async def test_who_waits_too_long_or_gives_up_leaves_no_gap() -> None:
-    pool = Pool(KIND, workers=1, games=1)
+    pool = game_pool(KIND, workers=1, games=1)
     seat = await pool.take(60)
-    with pytest.raises(EnvironmentLost, match="workers"):
+    with pytest.raises(TimeoutError, match="no free seat"):
         await pool.take(0.01)
     task = asyncio.create_task(pool.take(60))
     await asyncio.sleep(0.01)
@@ -144,14 +144,28 @@ async def test_who_waits_too_long_or_gives_up_leaves_no_gap() -> None:
 
 
 async def test_a_process_that_nobody_plays_in_is_ended() -> None:
-    pool = Pool(KIND, workers=1, games=1, idle=0.05)
+    pool = game_pool(KIND, workers=1, games=1, idle=0.05)
     seat = await pool.take(60)
-    await seat.call("reset", 60, payload={}, seed=0, options={})
+    await seat.call({"do": "reset", "payload": {}, "seed": 0, "options": {}}, 60)
     pid = seat.worker.pid
     seat.give_back()
     await until(lambda: not pool.workers)
     await until(lambda: not psutil.pid_exists(pid))
     pool.close()
+
+
+async def test_an_episode_that_gets_no_game_says_what_to_raise(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pooled, "WAIT_SECONDS", 0.01)
+    first = environment(games=1)
+    await first.reset({}, 0)
+    with pytest.raises(EnvironmentLost, match="1 processes play 1 games each") as error:
+        await environment(games=1).reset({}, 0)
+    assert "`workers` or `games`" in error.value.hint
+    await first.close()
+
+
+def test_a_library_can_be_asked_outside_an_episode() -> None:
+    assert ask_library(KIND, "tasks", {"of": "all"}, 60) == {"what": "tasks", "of": "all"}
 
 
 async def test_a_process_that_cannot_start_says_why() -> None:

@@ -13,6 +13,7 @@ import pytest
 
 from rillflow.agents.environments.household import Household, prompts
 from rillflow.agents.environments.tau import Tau
+from rillflow.agents.options import read_options
 from rillflow.agents.workflows import game, tau
 from rillflow.errors import ConfigError
 from rillflow.types import Observation, Said, ToolUse
@@ -141,9 +142,9 @@ def test_json_that_is_no_action_is_none(text: str) -> None:
 
 
 def test_unknown_options_are_refused() -> None:
-    with pytest.raises(ConfigError, match="turn"):
-        game.read_options({"turn": 3})
-    assert game.read_options({"turns": 3}).turns == 3
+    with pytest.raises(ConfigError, match="did you mean 'turns'"):
+        read_options("options", {"turn": 3}, game.GameOptions)
+    assert read_options("options", {"turns": 3}, game.GameOptions).turns == 3
 
 
 def _tool_or_text(action: str) -> Any:

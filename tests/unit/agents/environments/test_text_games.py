@@ -11,8 +11,8 @@ import pytest
 
 from needs import ALFWORLD_DATA
 from rillflow.agents.environments import alfworld, scienceworld, textworld_express
-from rillflow.agents.environments.pool import close_pools
 from rillflow.agents.environments.registry import environment_factory
+from rillflow.agents.processes import close_pools
 from rillflow.errors import ConfigError
 
 SMALL = "numLocations=3,numDistractorItems=0,includeDoors=0"

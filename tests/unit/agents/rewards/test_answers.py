@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rillflow.agents.rewards.answers import golds, inside, last_number, text_of
+from rillflow.agents.rewards.base import golds, inside, last_number, text_of
 from rillflow.errors import RewardError
 
 

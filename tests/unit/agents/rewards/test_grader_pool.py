@@ -7,109 +7,103 @@ import os
 import signal
 import subprocess
 import sys
-import threading
+from collections.abc import Iterator
+from typing import Any
 
 import psutil
 import pytest
 
-from rillflow.agents.rewards.grading import pool as grading_pool
-from rillflow.agents.rewards.grading.pool import Grader, GraderPool
-from rillflow.agents.rewards.grading.worker import Order
+from rillflow.agents.processes import Pool
+from rillflow.agents.rewards import grading
 from rillflow.errors import RewardError
-from rillflow.wire import blocking
 
-HANGS = Order("pattern", 0.5, {"pattern": "(a+)+b", "text": "a" * 60})
-FITS = Order("pattern", 30.0, {"pattern": "a+", "text": "aaa"})
+HANGS: dict[str, Any] = {"pattern": "(a+)+b", "text": "a" * 60}
+FITS: dict[str, Any] = {"pattern": "a+", "text": "aaa"}
 
 
 @pytest.fixture
-def pool():
-    made = GraderPool(1)
+def pool(monkeypatch: pytest.MonkeyPatch) -> Iterator[Pool]:
+    """The pool that `grading.grade` uses, with a single process."""
+    made = grading.new_pool(1)
+    monkeypatch.setattr(grading, "shared_pool", lambda: made)
     yield made
     made.close()
 
 
-def graders() -> list[psutil.Process]:
-    return [one for one in psutil.Process().children() if "grading.worker" in " ".join(one.cmdline())]
-
-
-def test_a_grader_that_hangs_is_gone_and_the_next_one_grades(pool: GraderPool) -> None:
-    before = {one.pid for one in graders()}
+async def test_a_grader_that_hangs_is_killed_and_the_next_one_grades(pool: Pool) -> None:
+    await grading.prepare("pattern")
+    (hung,) = pool.workers
     with pytest.raises(RewardError, match=r"longer than 0\.5 s"):
-        pool.grade(HANGS)
-    assert {one.pid for one in graders()} == before
-    assert pool.grade(FITS) == 1.0
+        await grading.grade("pattern", 0.5, **HANGS)
+    assert not psutil.pid_exists(hung.pid)
+    assert await grading.grade("pattern", 30.0, **FITS) == 1.0
 
 
-def test_a_grader_that_was_killed_is_replaced_and_asked_again(pool: GraderPool) -> None:
-    before = {one.pid for one in graders()}
-    assert pool.grade(FITS) == 1.0
-    (mine,) = {one.pid for one in graders()} - before
-    os.kill(mine, signal.SIGKILL)
-    assert pool.grade(FITS) == 1.0
-    assert mine not in {one.pid for one in graders()}
+async def test_a_grader_that_was_killed_is_replaced_and_asked_again(pool: Pool) -> None:
+    assert await grading.grade("pattern", 30.0, **FITS) == 1.0
+    (killed,) = pool.workers
+    os.kill(killed.pid, signal.SIGKILL)
+    assert await grading.grade("pattern", 30.0, **FITS) == 1.0
+    assert [worker.pid for worker in pool.workers] != [killed.pid]
 
 
-def test_what_a_grader_raises_is_no_grade(pool: GraderPool) -> None:
+async def test_an_exception_of_a_grader_is_no_grade(pool: Pool) -> None:
     with pytest.raises(RewardError, match="unterminated subpattern"):
-        pool.grade(Order("pattern", 30.0, {"pattern": "(", "text": ""}))
+        await grading.grade("pattern", 30.0, pattern="(", text="")
+    (worker,) = pool.workers
     with pytest.raises(RewardError, match="KeyError"):
-        pool.grade(Order("nothing", 30.0))
-    assert pool.grade(FITS) == 1.0  # by the same process
+        await grading.grade("nothing", 30.0)
+    assert await grading.grade("pattern", 30.0, **FITS) == 1.0
+    assert pool.workers == [worker], "by the same process"
 
 
-def test_there_are_no_more_graders_than_the_pool_may_have() -> None:
-    pool, before = GraderPool(2), len(graders())
-    grades: list[float] = []
-    threads = [threading.Thread(target=lambda: grades.append(pool.grade(FITS))) for _ in range(6)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
+async def test_numbers_of_any_size_reach_a_grader(pool: Pool) -> None:
+    with pytest.raises(RewardError, match="unexpected keyword argument 'large'"):
+        await grading.grade("pattern", 30.0, **FITS, large=1 << 80)
+
+
+async def test_there_are_no_more_graders_than_the_pool_may_have(monkeypatch: pytest.MonkeyPatch) -> None:
+    pool = grading.new_pool(2)
+    monkeypatch.setattr(grading, "shared_pool", lambda: pool)
     try:
-        assert grades == [1.0] * 6
-        assert len(graders()) - before <= 2
+        assert await asyncio.gather(*(grading.grade("pattern", 30.0, **FITS) for _ in range(6))) == [1.0] * 6
+        assert len(pool.workers) <= 2
+        left = [worker.pid for worker in pool.workers]
     finally:
         pool.close()
-    assert len(graders()) == before
+    assert not [pid for pid in left if psutil.pid_exists(pid)]
 
 
-async def test_a_grading_that_was_given_up_asks_no_grader(pool: GraderPool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(grading_pool, "shared_pool", lambda: pool)
-    asked: list[Order] = []
-    monkeypatch.setattr(Grader, "grade", lambda self, order: asked.append(order))
-    pool._free.acquire()
-    blocking._idle.clear()
-    grading = asyncio.create_task(grading_pool.grade("pattern", 30.0, pattern="a", text="a"))
+async def test_a_cancelled_grading_asks_no_grader(pool: Pool) -> None:
+    seat = await pool.take(60)
+    waiting = asyncio.create_task(grading.grade("pattern", 30.0, **FITS))
     await asyncio.sleep(0)
-    grading.cancel()
+    waiting.cancel()
     with pytest.raises(asyncio.CancelledError):
-        await grading
-    pool._free.release()
-    while not blocking._idle:  # noqa: ASYNC110 - its thread has ended the work when it waits for more
-        await asyncio.sleep(0.001)
-    assert asked == []
-    assert pool._free.acquire(timeout=60)  # and its slot is free again
-    pool._free.release()
+        await waiting
+    assert not pool.workers[0].known, "nothing was loaded for it"
+    seat.give_back()
+    (await pool.take(60)).give_back()  # and its seat is free again
 
 
 def test_graders_end_with_the_process_that_asked_them() -> None:
-    """Even when it is killed, and even one that is in the middle of something."""
+    """Even if it is killed, and even a grader that is busy."""
     program = """
-import sys, threading, time
-from rillflow.agents.rewards.grading.pool import GraderPool
-from rillflow.agents.rewards.grading.worker import Order
-pool = GraderPool(2)
-pool.grade(Order("pattern", 30.0, {"pattern": "a", "text": "a"}))
-hangs = Order("pattern", 2.0, {"pattern": "(a+)+b", "text": "a" * 60})
-threading.Thread(target=pool.grade, args=(hangs,), daemon=True).start()
-print("ready", flush=True)
-time.sleep(600)
+import asyncio, sys
+from rillflow.agents.rewards import grading
+pool = grading.new_pool(2)
+grading.shared_pool = lambda: pool
+async def main():
+    await grading.prepare("pattern")
+    hangs = asyncio.create_task(grading.grade("pattern", 2.0, pattern="(a+)+b", text="a" * 60))
+    await asyncio.sleep(0.2)
+    print(*(worker.pid for worker in pool.workers), flush=True)
+    await asyncio.sleep(600)
+asyncio.run(main())
 """
     with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE) as process:
         assert process.stdout is not None
-        assert process.stdout.readline() == b"ready\n"
-        left = psutil.Process(process.pid).children()
+        left = [psutil.Process(int(pid)) for pid in process.stdout.readline().split()]
         process.kill()
-    assert left
+    assert len(left) == 2
     assert psutil.wait_procs(left, timeout=60)[1] == []

@@ -11,8 +11,7 @@ from typing import Any
 
 import pytest
 
-from rillflow.agents.rewards.calling import OF_ANSWERS, Given, Part, call
-from rillflow.agents.rewards.grouped import GroupSum
+from rillflow.agents.rewards.calling import OF_ANSWERS, Given, GroupSum, Part, call
 from rillflow.agents.rewards.registry import load_group_reward, load_reward
 from rillflow.config import RewardConfig
 from rillflow.errors import ConfigError, RewardError
@@ -75,11 +74,11 @@ def test_others_have_no_part_of_groups(reward: Any) -> None:
 
 
 def test_what_cannot_be_given_is_refused_when_it_is_loaded(mine: str) -> None:
-    with pytest.raises(ConfigError, match=r"both: its parameter 'answer' is of one episode"):
+    with pytest.raises(ConfigError, match=r"both: its parameter 'answer' belongs to one episode"):
         load_reward(f"{mine}:both")
-    with pytest.raises(ConfigError, match="asked about single answers"):
+    with pytest.raises(ConfigError, match="called for single answers"):
         load_reward(f"{mine}:rank", OF_ANSWERS)
-    with pytest.raises(ConfigError, match="'group' is the name of what every reward is given"):
+    with pytest.raises(ConfigError, match="'group' has the name of an argument that every reward gets"):
         load_reward([RewardConfig(name=f"{mine}:rank", options={"group": 1})])
 
 

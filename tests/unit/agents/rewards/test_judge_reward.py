@@ -87,7 +87,7 @@ async def test_what_passes_is_tried_again(endpoint: Endpoint, judge: Callable[..
 
 async def test_a_judge_without_a_verdict_is_no_reward(endpoint: Endpoint, judge: Callable[..., Any]) -> None:
     endpoint.says = ["It is fine"]
-    with pytest.raises(RewardError, match="no verdict after 2 attempts: it said 'It is fine'"):
+    with pytest.raises(RewardError, match="no verdict after 2 attempts: it wrote 'It is fine'"):
         await judge(attempts=2)(PAYLOAD, "17")
     endpoint.says = ['{"score": true}']
     with pytest.raises(RewardError, match="no verdict"):

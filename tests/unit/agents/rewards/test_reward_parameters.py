@@ -120,7 +120,7 @@ def test_of_a_group_it_is_given_payload_and_group(reward: Callable[..., Any], na
 
 @pytest.mark.parametrize("reward", [lambda group, answer: [], lambda payload, answer, group: []])
 def test_of_a_group_what_belongs_to_one_episode_is_refused(reward: Callable[..., Any]) -> None:
-    with pytest.raises(ConfigError, match=r"'answer' is of one episode.*\n?.*group\[0\].answer"):
+    with pytest.raises(ConfigError, match=r"'answer' belongs to one episode.*\n?.*group\[0\].answer"):
         parameters_of(reward, "r", OF_GROUPS)
 
 

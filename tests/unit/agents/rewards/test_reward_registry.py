@@ -92,9 +92,9 @@ def test_a_function_alone_stays_as_it_is(own: str) -> None:
         ({"{own}:short": {"least": 3}}, "unexpected keyword argument 'least'"),
         ({"{own}:Near": {"by": 0}}, "by must be above 0"),
         ("{own}:number", "is not a function"),
-        ("{own}:grouped", "its parameter 'answer' is of one episode"),
+        ("{own}:grouped", "its parameter 'answer' belongs to one episode"),
         ("{own}:odd", "its parameter 'words' names nothing that it can be given"),
-        ({"{own}:short": {"answer": "4"}}, "its option 'answer' is the name of what every reward is given"),
+        ({"{own}:short": {"answer": "4"}}, "its option 'answer' has the name of an argument that every reward gets"),
         ("{own}:nobody", "has no 'nobody'"),
     ],
 )
@@ -129,7 +129,7 @@ async def test_reasoning_gyms_own_scores() -> None:
     assert await make_reward("reasoning_gym")(entry, None) == 0.0
     grid = entry | {"source_dataset": "arc_agi", "answer": "1 2", "metadata": {"output": [[1, 2]]}}
     assert await make_reward("reasoning_gym", seconds=30)(grid, "1 2") == 1.0
-    with pytest.raises(RewardError, match="none of reasoning-gym's"):
+    with pytest.raises(RewardError, match="not a reasoning-gym prompt"):
         await make_reward("reasoning_gym")({"answer": "4"}, "4")
     with pytest.raises(RewardError, match="grading by reasoning_gym: ValueError"):
         await make_reward("reasoning_gym")(entry | {"source_dataset": "nothing"}, "4")

@@ -8,7 +8,7 @@ import struct
 import pytest
 
 from rillflow.agents.sandbox import seccomp
-from rillflow.agents.sandbox.syscalls import MACHINES
+from rillflow.agents.sandbox.seccomp import MACHINES
 from rillflow.errors import SandboxError
 
 ALLOW, KILL = 0x7FFF0000, 0x80000000

@@ -13,8 +13,7 @@ import numpy as np
 import pytest
 
 from rillflow.agents.tools import corpus as module
-from rillflow.agents.tools.corpus import Corpus, data_file
-from rillflow.agents.tools.search import listed
+from rillflow.agents.tools.corpus import Corpus, data_file, listed
 from rillflow.agents.tools.toolbox import open_toolbox
 from rillflow.config import ToolConfig
 from rillflow.errors import ConfigError, DataError

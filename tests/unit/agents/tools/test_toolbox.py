@@ -116,9 +116,9 @@ async def test_output_is_bounded_and_can_be_sent_on() -> None:
 
 
 def test_names() -> None:
-    with pytest.raises(ConfigError, match="two of them are called echo"):
+    with pytest.raises(ConfigError, match="two of them have the name echo"):
         OpenToolbox([tool_of(echo), tool_of(echo)])
-    with pytest.raises(ConfigError, match="is no name"):
+    with pytest.raises(ConfigError, match="is not a valid name"):
         OpenToolbox([tool_of(echo, name="say it")])
 
 
@@ -142,7 +142,7 @@ async def test_the_tools_of_a_recipe() -> None:
     ("config", "why", "hint"),
     [
         ({"name": "calculater"}, "no tool 'calculater'", "did you mean 'calculator'"),
-        ({"name": "search"}, "corpus: Field required", "its options are: corpus"),
+        ({"name": "search"}, "corpus is missing", "its options are: corpus"),
         ({"name": "calculator", "options": {"depth": 3}}, "depth", "its options are: none"),
         ({"function": "rillflow.agents.tools.calculator:nothing"}, "has no 'nothing'", "check the recipe"),
     ],

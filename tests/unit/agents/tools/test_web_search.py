@@ -93,7 +93,7 @@ async def test_a_busy_service_is_asked_again() -> None:
         (lambda: web.Response(status=401), 1, "refuses the key"),
         (lambda: web.Response(status=404), 1, "status 404"),
         (lambda: web.Response(status=204), 1, "status 204"),
-        (lambda: web.Response(text="<html>"), 1, "something else than JSON"),
+        (lambda: web.Response(text="<html>"), 1, "does not answer with JSON"),
         (lambda: web.Response(body=b" " * (5 << 20)), 1, "more than"),
     ],
 )

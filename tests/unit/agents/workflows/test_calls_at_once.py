@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from rillflow.agents.workflows.wording import outcome, user
+from rillflow.agents.workflows.multi_policy import outcome, user
 from rillflow.errors import WorkflowError
 from team_play import play_team
 

@@ -1,3 +1,5 @@
-"""What runs inside the sandbox. These files see nothing of the rest of Rillflow: the standard library only, no import
-from outside this folder. None of them holds a secret: a candidate may read and change all of it in its own process,
-and whatever it then says is judged by processes it cannot reach."""
+"""The code that runs inside the sandbox. It imports only the standard library and this folder.
+
+It holds no secrets: a candidate may read and change all of it in its own process, and its answers are judged by
+processes that it cannot reach.
+"""

@@ -1,6 +1,6 @@
-"""The candidate's side of a grading: its code is run once, then its functions are called by name or number.
+"""The candidate's side of a grading: its code runs once, then its functions are called by name or number.
 
-Nothing that is said here is believed: the values are plain bytes, compared by the judge in another process.
+Nothing that this process sends is trusted: its values are plain bytes, which the judge compares in another process.
 """
 
 from __future__ import annotations
@@ -13,10 +13,11 @@ from .frames import receive, send
 from .program import fresh_module, show
 from .values import pack, unpack
 
-_KEPT = 10_000  # objects that the judge may hold numbers of
+_KEPT = 10_000  # most objects that the judge may refer to
 
 
 def be_candidate(channel: socket.socket, task: dict[str, Any]) -> int:
+    """Run the candidate's code and answer the judge's requests; return the exit code."""
     module = fresh_module("candidate")
     kept: list[Any] = []
 
@@ -44,7 +45,7 @@ def be_candidate(channel: socket.socket, task: dict[str, Any]) -> int:
 
 
 def _answer(request: list[Any], module: Any, keep: Any) -> bytes:
-    """The value of one request, or the name of the exception it raised."""
+    """Return the value of one request, or the name of the exception that it raised."""
     try:
         kind, subject, *rest = request
         if kind == "name":

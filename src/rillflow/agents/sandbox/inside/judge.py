@@ -1,8 +1,8 @@
-"""The tests' side of a grading. The candidate is here only as numbers of objects in another process: calls go out as
-plain values and plain values come back, so nothing of the candidate's can compare, patch or look around here.
+"""The tests' side of a grading. The candidate's objects appear here only as numbers: calls go out as plain values and
+plain values come back, so the candidate's code can neither compare, patch nor inspect anything here.
 
-Each result goes out at once, with the nonce that only this process was given. An object that stays with the
-candidate is never equal to anything but itself and is neither true nor false.
+Each result is sent at once, with the nonce that only this process knows. An object of the candidate is equal only to
+itself and is neither true nor false.
 """
 
 from __future__ import annotations
@@ -18,25 +18,25 @@ from typing import Any
 from .frames import receive, send
 from .values import NotPlain, Ref, pack, unpack
 
-GONE = "the candidate has gone"
+GONE = "the candidate is gone"
 _LONGEST = 1 << 20  # bytes of an answer
-_ROOM = 20  # levels that tests may put around an answer: it could not make what they hand back too deep to be sent
+_ROOM = 20  # levels that tests may put around an answer before it is too deep to be sent back
 
 
 class CandidateFailed(Exception):
-    """The candidate raised something that has no name here, or answered with something that is no answer."""
+    """The candidate raised an unknown exception, or sent something that is not an answer."""
 
 
 class CandidateGone(BaseException):
-    """There is no candidate any more: no test that needs it can pass, whatever it catches."""
+    """The candidate's process is gone. No test that needs it can pass, whatever the test catches."""
 
 
 class Unsendable(BaseException):
-    """A test hands the candidate something that cannot be sent: the tests do not fit, nobody's answer is wrong."""
+    """A test passes the candidate a value that cannot be sent. This is a fault of the tests."""
 
 
 class Remote(Ref):
-    """An object in the candidate's process: a function to call, or an instance whose attributes can be used."""
+    """An object in the candidate's process: a function, or an instance whose attributes can be used."""
 
     __slots__ = ("_rillflow_ask",)
 
@@ -60,6 +60,7 @@ class Remote(Ref):
 
 
 def be_judge(channel: socket.socket, task: dict[str, Any]) -> int:
+    """Run the tests against the candidate at the other end of the line, and report each result."""
     random.seed(0)
     line = Line(task["line"])
     for index, test in enumerate(_results(task, line.ask)):
@@ -68,7 +69,7 @@ def be_judge(channel: socket.socket, task: dict[str, Any]) -> int:
 
 
 class Line:
-    """The way to the candidate: one request, one answer. What breaks it once breaks it for good."""
+    """The line to the candidate: one request, one answer. A broken line stays broken."""
 
     def __init__(self, line: socket.socket) -> None:
         self._line = line
@@ -99,8 +100,10 @@ class Line:
 
 
 def _error(name: str, text: str) -> Exception:
-    """The candidate's exception as one of the builtin type of that name. Not those that would end a loop of the tests
-    as if it were done (`all(map(…))`), nor groups, which hold what did not come along."""
+    """Return the candidate's exception as the builtin type of that name.
+
+    Exceptions that would silently end a loop of the tests (`all(map(…))`), and groups, become CandidateFailed.
+    """
     known = vars(builtins).get(name)
     if not isinstance(known, type) or not issubclass(known, Exception):
         return CandidateFailed(text)
@@ -108,26 +111,25 @@ def _error(name: str, text: str) -> Exception:
         return CandidateFailed(text)
     try:
         return known(text)
-    except TypeError:  # it wants more than a text, as UnicodeDecodeError does
+    except TypeError:  # it needs more than a text, as UnicodeDecodeError does
         error: Exception = known.__new__(known, text)
         error.args = (text,)
         return error
 
 
 def _fault(test: Callable[[], Any], line: Line) -> str:
-    """Why the test failed; empty where it passed. A test whose candidate left has failed, whatever it caught."""
+    """Return why the test failed, or an empty string. A test whose candidate is gone has failed, whatever it caught."""
     try:
         test()
     except Unsendable as error:
-        return f"what cannot cross the border: {error}"
+        return f"a value cannot be sent: {error}"
     except BaseException as error:
         return GONE if line.gone else _words(error)
     return GONE if line.gone else ""
 
 
 def _words(error: BaseException) -> str:
-    """Never a failure of its own: what a test raised may hold a value that cannot be written, as a number of too many
-    digits."""
+    """Return an exception as text, even if its value cannot be formatted (an integer with too many digits)."""
     try:
         return f"{type(error).__name__}: {error}"[:300].rstrip(": ")
     except Exception:
@@ -135,7 +137,7 @@ def _words(error: BaseException) -> str:
 
 
 def _results(task: dict[str, Any], ask: Callable[[list[Any]], Any]) -> list[Callable[[], Any]]:
-    """The tests as functions that raise where they fail."""
+    """Return the tests as functions that raise if they fail."""
     if task["kind"] == "cases":
         return [_case(ask, *case) for case in task["cases"]]
     sources = [task["setup"], *task["tests"]]
@@ -143,7 +145,7 @@ def _results(task: dict[str, Any], ask: Callable[[list[Any]], Any]) -> list[Call
     prepared: list[str] = []
 
     def prepare() -> None:
-        """Run what is given, bind the candidate's names, run the setup, once; a fault in it is a fault of each test."""
+        """Run the given code, bind the candidate's names and run the setup, once; an error fails each test."""
         if not prepared:
             exec(compile(task["given"], "given.py", "exec"), scope)
             scope.update(_names(sources, task["entry_point"], _given(scope), ask))
@@ -175,19 +177,21 @@ def _case(
 
 
 def _given(scope: dict[str, Any]) -> set[str]:
-    """The names that a candidate cannot replace: all that is there before it is asked, but for classes that were
-    defined there. Their instances are handed to the candidate, so they are its own."""
+    """Return the names that a candidate cannot replace: all that the given code defines, except its classes.
+
+    Instances of these classes are passed to the candidate, so the candidate's own classes are used.
+    """
     return {
         name for name, value in scope.items() if not (isinstance(value, type) and value.__module__ == scope["__name__"])
     }
 
 
 def _names(sources: list[str], entry_point: str, given: set[str], ask: Callable[[list[Any]], Any]) -> dict[str, Any]:
-    """What the tests mean by names that neither they define nor what is given: the candidate's, or a module of the
-    standard library.
+    """Return the values of names that neither the tests nor the given code define: the candidate's objects, or modules
+    of the standard library.
 
-    A builtin is the candidate's only where it is the entry point, so a candidate cannot replace `set` or `len` in
-    the tests. Which names those are depends on the tests alone.
+    A builtin is taken from the candidate only if it is the entry point, so a candidate cannot replace `set` or `len` in
+    the tests. The set of names depends only on the tests.
     """
     trees = [ast.parse(source) for source in sources]
     nodes = [node for tree in trees for node in ast.walk(tree)]
@@ -208,7 +212,7 @@ def _names(sources: list[str], entry_point: str, given: set[str], ask: Callable[
 
 
 def _called_first(nodes: list[ast.AST], free: set[str]) -> str:
-    """The function under test: the first name called that is not a builtin, else the first that is."""
+    """Return the function under test: the first called name that is not a builtin, or else the first called name."""
     calls = [node.func.id for node in nodes if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)]
     calls = [name for name in calls if name in free]
     return next((name for name in calls if not hasattr(builtins, name)), calls[0] if calls else "")

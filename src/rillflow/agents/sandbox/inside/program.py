@@ -1,4 +1,4 @@
-"""Run a whole program as `__main__` and say how it ended. What it says is the program's word: good for showing."""
+"""Run a whole program as `__main__` and report how it ended. The report is not trusted; it is only shown."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ _SHOWN = 4000  # characters of a value
 
 
 def run_program(channel: socket.socket, task: dict[str, Any]) -> int:
+    """Write the files, run the program, send its report, and return the exit code."""
     for name, text in task["files"].items():
         folder = os.path.dirname(name)
         if folder:
@@ -47,7 +48,7 @@ def run_program(channel: socket.socket, task: dict[str, Any]) -> int:
 
 
 def _feed(text: str) -> None:
-    """Standard input from a file that has no name any more: a pipe would block on a long text."""
+    """Make standard input an unlinked file; a pipe would block on a long text."""
     path = ".standard-input"
     file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
     os.unlink(path)
@@ -60,7 +61,7 @@ def _feed(text: str) -> None:
 
 
 def _execute(code: str) -> str | None:
-    """Run it; the value of a last line that is an expression is shown, as in a notebook."""
+    """Run the code and return the value of a last expression, as a notebook shows it."""
     module = fresh_module("__main__")
     tree = ast.parse(code, "program.py")
     last = tree.body.pop() if tree.body and isinstance(tree.body[-1], ast.Expr) else None
@@ -72,14 +73,14 @@ def _execute(code: str) -> str | None:
 
 
 def fresh_module(name: str) -> types.ModuleType:
-    """An empty module that imports and dataclasses find under its name."""
+    """Return an empty module that imports and dataclasses find under its name."""
     module = types.ModuleType(name)
     sys.modules[name] = module
     return module
 
 
 def show(error: BaseException) -> None:
-    """The traceback, less the frames of these files."""
+    """Print the traceback without the frames of these files."""
     inner = error.__traceback__
     while inner is not None and os.path.dirname(inner.tb_frame.f_code.co_filename) == os.path.dirname(__file__):
         inner = inner.tb_next

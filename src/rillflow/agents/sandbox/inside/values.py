@@ -1,8 +1,8 @@
-"""Plain values as bytes: what crosses between the process of a candidate and that of its tests.
+"""Plain values as bytes, for the line between a candidate's process and its tests.
 
-Decoding makes only the plain types below and `Ref`s (numbers of objects that stay where they are), never calls code
-that the bytes name, and is bounded in depth; so a value cannot bring a method of its own (an `__eq__` that is always
-true) to the other side. Instances of subclasses become what they are subclasses of.
+Decoding makes only the plain types below and `Ref`s (numbers of objects that stay in their process). It never calls
+code that the bytes name, and its depth is bounded. So a value cannot bring its own method (an `__eq__` that is always
+true) to the other side. Instances of subclasses become instances of the plain type.
 """
 
 from __future__ import annotations
@@ -14,34 +14,34 @@ from itertools import islice
 from typing import Any
 
 DEPTH = 100
-ITEMS = 1 << 20  # of an iterator: an answer of more items would be too long in any case
+ITEMS = 1 << 20  # most items of an iterator; more would be too long for an answer
 _LENGTH = struct.Struct("<I")
 _FLOAT = struct.Struct("<d")
 _COMPLEX = struct.Struct("<dd")
 
 
 class NotPlain(Exception):
-    """The value cannot be sent, or the bytes are none."""
+    """The value cannot be sent, or the bytes are malformed."""
 
 
 class Ref:
     """The number of an object that cannot be sent and stays in the candidate's process."""
 
-    __slots__ = ("_rillflow_number",)  # a name that hides no attribute of the object
+    __slots__ = ("_rillflow_number",)  # a name that no object has
 
     def __init__(self, number: int) -> None:
         self._rillflow_number = number
 
 
 def pack(value: Any, keep: Callable[[Any], int] | None = None) -> bytes:
-    """The bytes of a value; an object that is not plain is kept by `keep` and sent as its number."""
+    """Return the bytes of a value; an object that is not plain is kept by `keep` and sent as its number."""
     parts: list[bytes] = []
     _write(parts, value, keep, 0)
     return b"".join(parts)
 
 
 def unpack(data: bytes, ref: Callable[[int], Any] = Ref, depth: int = 0) -> Any:
-    """The value of the bytes, taken as if it stood `depth` deep in another."""
+    """Return the value of the bytes; its nesting is counted from `depth`."""
     try:
         value, end = _read(data, 0, ref, depth)
     except (struct.error, ValueError, UnicodeError, TypeError, OverflowError) as error:
@@ -79,7 +79,7 @@ def _write(parts: list[bytes], value: Any, keep: Callable[[Any], int] | None, de
 
 
 def _atom(value: Any) -> bytes | None:
-    """The bytes of a value that holds no other; None for all others."""
+    """Return the bytes of a value that holds no others, or None."""
     if value is None or value is True or value is False:
         return {None: b"N", True: b"T", False: b"F"}[value]
     for kind, write in _ATOMS.items():
@@ -101,7 +101,7 @@ def _tag(value: Any) -> bytes:
 
 
 def _left_of(iterator: Iterator[Any]) -> list[Any]:
-    """What an iterator still has to give; it becomes an iterator again on the other side."""
+    """Return the remaining items of an iterator; it becomes an iterator again on the other side."""
     items = list(islice(iterator, ITEMS + 1))
     if len(items) > ITEMS:
         raise NotPlain(f"an iterator gives more than {ITEMS} items")
@@ -137,7 +137,7 @@ def _read(data: bytes, at: int, ref: Callable[[int], Any], depth: int) -> tuple[
     if tag not in _CONTAINERS:
         raise NotPlain("malformed bytes: unknown tag")
     items = []
-    for _ in range(length):  # a length that lies ends at the end of the data
+    for _ in range(length):  # a wrong length fails at the end of the data
         item, at = _read(data, at, ref, depth + 1)
         items.append(item)
     return _CONTAINERS[tag](items), at

@@ -1,7 +1,8 @@
-"""The walls around one run, raised from inside by the process that will be held: namespaces, mounts, capabilities,
-limits, system calls. Nothing here needs privilege: it works because the process owns its new user namespace, until
-it gives that up for good. After `give_up` no step can be taken back: no_new_privs is set, the capabilities are gone,
-the hard limits cannot be raised, and the filter refuses the calls that made the walls.
+"""The isolation of one run, set up by the process itself: namespaces, mounts, capabilities, limits, system calls.
+
+Nothing here needs privileges: the process owns its new user namespace until it gives that up. After `give_up` no step
+can be undone: no_new_privs is set, the capabilities are dropped, the hard limits cannot be raised, and the filter
+refuses the calls that set up the isolation.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ Limits = dict[str, int]
 
 
 def new_namespaces() -> None:
-    """Everything unshared in one call; the next fork becomes process 1 of the new process namespace."""
+    """Unshare all namespaces in one call; the next fork becomes process 1 of the new process namespace."""
     user, group = os.getuid(), os.getgid()
     _call("unshare", _NEWUSER | _NEWNS | _NEWPID | _NEWNET | _NEWIPC | _NEWUTS | _NEWCGROUP)
     _write("/proc/self/setgroups", "deny")
@@ -35,8 +36,10 @@ def new_namespaces() -> None:
 
 
 def new_mounts(disk: int) -> None:
-    """An empty /tmp and /dev/shm of bounded size, and a /proc that shows the new process namespace only. The number of
-    files is bounded, too: an empty one takes memory of the kernel that no size counts."""
+    """Mount an empty /tmp and /dev/shm of bounded size, and a /proc of the new process namespace.
+
+    The number of files is bounded too, because an empty file takes kernel memory that no size limit counts.
+    """
     _call("mount", None, b"/", None, _MS_REC | _MS_PRIVATE, None)
     _call("mount", b"proc", b"/proc", b"proc", _MS_NOSUID | _MS_NODEV | _MS_NOEXEC, None)
     bounds = b"mode=0700,size=%d,nr_inodes=%d" % (disk, max(disk // 4096, 64))
@@ -47,8 +50,8 @@ def new_mounts(disk: int) -> None:
 
 
 def set_limits(limits: Limits, *, alone: bool) -> None:
-    """Hard limits. Processes are counted for each user in each user namespace: without a namespace of its own, the
-    count is that of everything the user runs, and no limit on it would be this run's."""
+    """Set hard limits. The kernel counts processes by user and user namespace, so their number is limited only for a
+    run that has its own namespace (`alone`)."""
     wanted = {
         resource.RLIMIT_AS: limits["memory"],
         resource.RLIMIT_FSIZE: limits["disk"],
@@ -58,24 +61,24 @@ def set_limits(limits: Limits, *, alone: bool) -> None:
         resource.RLIMIT_MSGQUEUE: 0,
     }
     if alone:
-        wanted[resource.RLIMIT_NPROC] = limits["processes"] + 1  # the keeper counts
+        wanted[resource.RLIMIT_NPROC] = limits["processes"] + 1  # the keeper counts too
     for kind, value in wanted.items():
         resource.setrlimit(kind, (value, value))
 
 
 def limit_processor(seconds: float) -> None:
-    """A second line behind the deadline that is kept outside."""
+    """Limit the processor time, in addition to the deadline that is enforced from outside."""
     whole = int(seconds) + 2
     resource.setrlimit(resource.RLIMIT_CPU, (whole, whole + 1))
 
 
 def give_up(program: bytes) -> None:
-    """Drop all capabilities for good and load the filter of system calls."""
+    """Drop all capabilities and load the filter of system calls."""
     _call("prctl", _PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
     _call("prctl", _PR_CAP_AMBIENT, _AMBIENT_CLEAR_ALL, 0, 0, 0)
     for capability in range(64):
         if _LIBC.prctl(_PR_CAPBSET_DROP, capability, 0, 0, 0) != 0:
-            break  # past the last one that this kernel knows
+            break  # beyond the last capability of this kernel
     header = (ctypes.c_uint32 * 2)(_CAPABILITY_VERSION, 0)
     none = (ctypes.c_uint32 * 6)()
     _call("capset", header, none)
@@ -83,16 +86,17 @@ def give_up(program: bytes) -> None:
 
 
 def die_with_parent() -> None:
+    """Have the kernel kill this process when its parent dies."""
     _call("prctl", _PR_SET_PDEATHSIG, _SIGKILL, 0, 0, 0)
 
 
 def adopt_orphans() -> None:
-    """Processes whose parent has gone become children of this one, so that they can be found and ended."""
+    """Become the parent of orphaned processes, so that they can be found and killed."""
     _call("prctl", _PR_SET_SUBREAPER, 1, 0, 0, 0)
 
 
 class _Program(ctypes.Structure):
-    """`struct sock_fprog`: how many instructions of eight bytes, and where."""
+    """`struct sock_fprog`: the number of instructions of eight bytes, and their address."""
 
     _fields_ = (("length", ctypes.c_ushort), ("filter", ctypes.c_char_p))
 

@@ -1,10 +1,10 @@
-"""The process that sandboxes are forked from: the interpreter has started, common modules are loaded, and it knows
-nothing. It never reads code, tests or answers; those go from outside straight into the fork that will hold them.
+"""The process from which sandboxes are forked. It has loaded common modules and never sees code, tests or answers:
+those go from outside directly into the fork that uses them.
 
-For each request (four descriptors: channel, output, errors, life) it forks a keeper. The keeper makes the new
-namespaces, forks the worker into them and stays outside their process namespace, where the worker cannot reach it. It
-ends the worker with all its processes when `life` is closed from outside, and writes on `life` how the worker ended:
-so the outside learns that from the kernel, not from the worker.
+For each request (four descriptors: channel, output, errors, life) it forks a keeper. The keeper makes the namespaces,
+forks the worker into them and stays outside their process namespace, where the worker cannot reach it. It kills the
+worker with all its processes when `life` is closed from outside, and writes to `life` how the worker ended. So the
+outside learns the end from the kernel and not from the worker.
 """
 
 from __future__ import annotations
@@ -19,17 +19,22 @@ import sys
 import tempfile
 from typing import NoReturn
 
-from . import walls, worker
+from . import walls
+from .candidate import be_candidate
+from .frames import receive, send
+from .judge import be_judge
+from .program import run_program
 from .values import unpack
 
 _COMMON = (
     "ast bisect collections copy datetime decimal fractions functools heapq itertools json math operator random re "
     "statistics string traceback typing"
 )
+_TASKS = {"program": run_program, "candidate": be_candidate, "judge": be_judge}
 
 
 def main() -> None:
-    """Read the settings, load modules, say so, then fork on request until the control socket ends."""
+    """Read the settings, load modules, report that, then fork on request until the control socket closes."""
     control = socket.socket(fileno=int(sys.argv[1]))
     settings = unpack(control.recv(1 << 16))
     sys.path[:] = [path for path in sys.path if path != settings["home"]] + settings["paths"]
@@ -50,7 +55,7 @@ def main() -> None:
 
 
 def _keep(settings: dict[str, object], channel: int, output: int, errors: int, life: int) -> NoReturn:
-    """The keeper: never returns, whatever happens."""
+    """Be the keeper of one worker. It never returns."""
     status = -1
     try:
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
@@ -78,7 +83,7 @@ def _keep(settings: dict[str, object], channel: int, output: int, errors: int, l
 
 
 def _until_end(child: int, life: int) -> int:
-    """Wait for the worker's end or for the outside's, which is made the worker's; return how it ended."""
+    """Wait until the worker ends or `life` is closed, kill the worker, and return how it ended."""
     watched = select.poll()
     handle = os.pidfd_open(child)
     watched.register(handle, select.POLLIN)
@@ -89,7 +94,7 @@ def _until_end(child: int, life: int) -> int:
 
 
 def _end_orphans() -> None:
-    """Without a process namespace, what the worker left behind has to be hunted down, generation by generation."""
+    """Kill the processes that the worker left behind, generation by generation: no namespace ends them."""
     while True:
         with open(f"/proc/self/task/{os.getpid()}/children") as file:
             children = [int(word) for word in file.read().split()]
@@ -101,7 +106,7 @@ def _end_orphans() -> None:
 
 
 def _become_worker(settings: dict[str, object], home: str, channel: int, output: int, errors: int) -> NoReturn:
-    """Raise the walls, then serve; a wall that cannot be raised is said on the channel before anything is run."""
+    """Isolate this process, then serve one task; if a step of the isolation fails, nothing is run."""
     code = 1
     try:
         connection = socket.socket(fileno=channel)
@@ -121,8 +126,26 @@ def _become_worker(settings: dict[str, object], home: str, channel: int, output:
         else:
             walls.set_limits(limits, alone=False)
         os.chdir(home)
-        code = worker.serve(connection)
+        code = _serve(connection)
     except BaseException as error:
         os.write(2, f"sandbox: {type(error).__name__}: {error}\n".encode()[:1000])
     finally:
         os._exit(code)
+
+
+def _serve(channel: socket.socket) -> int:
+    """Report that the worker is isolated, wait for its one task, do it, and return the exit code.
+
+    A candidate's process knows the candidate's code and the arguments of its calls; the judge's process knows the tests
+    and the nonce. They reach each other only by plain values on the line between them.
+    """
+    send(channel, b"up")
+    try:
+        _, lines, _, _ = socket.recv_fds(channel, 1, 1)
+        task = unpack(receive(channel))
+    except (EOFError, OSError):
+        return 0
+    if lines:
+        task["line"] = socket.socket(fileno=lines[0])
+    walls.limit_processor(task["seconds"])
+    return _TASKS[task["task"]](channel, task)

@@ -1,23 +1,46 @@
-"""What rewards read: the answer that a policy gave, and the right ones that its prompt holds.
+"""What the shipped rewards share: their base class, the answer as text, and the right answers of a prompt.
 
-Invariant: where there is no answer, the policy failed and earns nothing; where there is no right one to compare with,
-the prompt is at fault, and there is no reward.
+Invariant: an answer that is missing or malformed is the policy's fault and earns nothing. A prompt without a right
+answer is at fault itself: that is a RewardError and no reward.
 """
 
 from __future__ import annotations
 
+import importlib.util
 import re
+from abc import abstractmethod
 from collections.abc import Mapping
 from typing import Any
 
-from rillflow.errors import RewardError
+from rillflow.config.base import Section
+from rillflow.errors import ConfigError, RewardError
 
 GOLD_KEYS = ("answer", "answers", "golden_answers", "target", "solution")
 _MOST = 1 << 16  # characters of a right answer
 
 
+class ShippedReward(Section):
+    """A reward whose fields are its options, checked before a run starts.
+
+    Calling it returns a finite number, or raises RewardError if none could be computed; 0 never stands for a failure.
+    """
+
+    async def prepare(self) -> None:
+        """Prepare what takes longer than a reward may take; called once, before the first."""
+
+    @abstractmethod
+    async def __call__(self, payload: Mapping[str, Any], answer: Any) -> float:
+        """Return the reward of an answer to the prompt with this payload."""
+
+
+def need(package: str, extra: str) -> None:
+    """Raise ConfigError if an optional package is not installed."""
+    if importlib.util.find_spec(package) is None:
+        raise ConfigError(f"{package} is not installed", f"pip install 'rillflow[{extra}]'")
+
+
 def text_of(answer: Any) -> str:
-    """The answer as text: what a workflow returned, or what a command left (its answer file, else its output)."""
+    """Return the answer as text: what a workflow returned, or a command's answer file, or else its output."""
     if answer is None:
         return ""
     if isinstance(answer, str):
@@ -33,7 +56,7 @@ def text_of(answer: Any) -> str:
 
 
 def inside(text: str, tag: str) -> str | None:
-    """What the last `<tag>…</tag>` of a text holds, without the space around it; None where there is none."""
+    """Return the stripped content of the last `<tag>…</tag>` of a text, or None if there is none."""
     opened, closed = f"<{tag}>", f"</{tag}>"
     held, start = None, text.find(opened)
     while start >= 0:
@@ -46,13 +69,13 @@ def inside(text: str, tag: str) -> str | None:
 
 
 def last_number(text: str) -> str | None:
-    """The last number of a text, without commas; None where there is none."""
+    """Return the last number of a text, without commas, or None if there is none."""
     found = re.findall(r"-?\d[\d,]*(?:\.\d+)?", text)
     return found[-1].replace(",", "") if found else None
 
 
 def golds(payload: Mapping[str, Any], key: str | None = None) -> list[str]:
-    """The right answers of a prompt, of which each is as good as the others: the one key named, or the usual ones."""
+    """Return the right answers of a prompt, under `key` or under the usual names. Each is as good as the others."""
     keys = GOLD_KEYS if key is None else (key,)
     found = next((payload[each] for each in keys if payload.get(each) is not None), None)
     several = found if isinstance(found, list) else [found]
