@@ -13,12 +13,10 @@ from typing import Any
 
 from typer.main import get_command
 
-import rillflow
-import rillflow.contracts
 from rillflow import errors
 from rillflow.cli.main import app
 from rillflow.config import reference
-from scripts import routes_page
+from scripts import api_page, routes_page
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
 
@@ -37,13 +35,6 @@ happened, and usually a hint, which says what to do in this case. If the hint is
 of this table instead. The status is the HTTP status under which the error crosses processes.
 
 [When something goes wrong](troubleshooting.md) starts from symptoms instead.
-"""
-
-_API = """# Python interface
-
-The names of the package `rillflow`, then the protocols of `rillflow.contracts`, which your own hooks, engines, tools
-and environments implement. A test freezes both. The classes of `rillflow.config` are described by
-[the recipe's keys](recipes.md), the HTTP routes by [their page](routes.md).
 """
 
 
@@ -97,42 +88,6 @@ def error_tree() -> str:
     return "\n".join([_ERRORS, "| error | status | meaning | what to do |\n|---|---|---|---|", *rows, ""])
 
 
-def api() -> str:
-    """Return the page of the Python interface."""
-    lines = [_API, "## rillflow\n"]
-    for name in sorted(rillflow.__all__):
-        lines += _entry(f"rillflow.{name}", getattr(rillflow, name))
-    lines.append("## rillflow.contracts\n")
-    for name, protocol in sorted(vars(rillflow.contracts).items()):
-        if inspect.isclass(protocol) and protocol.__module__.startswith("rillflow.contracts."):
-            lines += _entry(name, protocol)
-    return "\n".join(lines)
-
-
-def _entry(name: str, value: Any) -> Iterator[str]:
-    if inspect.isclass(value):
-        yield f"### {name}\n"
-        yield f"{inspect.cleandoc(value.__doc__ or '')}\n"
-        for member, method in vars(value).items():
-            if inspect.isfunction(method) and not member.startswith("_"):
-                yield f"- `{member}{_signature(method)}`{_summary(method)}"
-        yield ""
-    elif callable(value):
-        yield f"### {name}\n"
-        yield f"`{name}{_signature(value)}`\n"
-        yield f"{inspect.cleandoc(value.__doc__ or '')}\n"
-
-
-def _signature(function: Callable[..., Any]) -> str:
-    text = str(inspect.signature(function)).replace("self, ", "").replace("(self)", "()")
-    return re.sub(r"'([^']*)'", r"\1", text)
-
-
-def _summary(function: Callable[..., Any]) -> str:
-    text = " ".join(inspect.cleandoc(function.__doc__ or "").split())
-    return f": {text}" if text else ""
-
-
 def _cell(text: str) -> str:
     return " ".join(text.replace("|", "\\|").split())
 
@@ -142,7 +97,7 @@ PAGES: dict[str, Callable[[], str]] = {
     "routes.md": routes_page.page,
     "cli.md": cli,
     "errors.md": error_tree,
-    "api.md": api,
+    "api.md": api_page.page,
 }
 
 if __name__ == "__main__":

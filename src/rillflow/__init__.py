@@ -1,52 +1,78 @@
-"""Rillflow: dataflow-oriented reinforcement learning for agentic language models."""
+"""Rillflow: dataflow-oriented reinforcement learning for agentic language models.
+
+The names below are what users build on. They are loaded on first use, so `import rillflow` is cheap and imports neither
+torch nor transformers. `docs/api.md` describes them.
+
+    import rillflow
+
+    run = rillflow.run("quickstart", "trainer.steps=3")
+    print(run.summary["steps"])
+"""
 
 from __future__ import annotations
 
+import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
-    from pathlib import Path
-
-    from rillflow.storage.trajectories import Trajectories
+    from rillflow import errors
+    from rillflow.agents.rewards.calling import reward
+    from rillflow.agents.tools.functions import tool
+    from rillflow.api import Run, run, trajectories
+    from rillflow.config import Recipe, load_recipe
+    from rillflow.contracts import Environment, Episode, Role, Toolbox
+    from rillflow.errors import ConfigError, RewardError, RillflowError, RunError, ToolError, WorkflowError
+    from rillflow.storage.trajectories import Trajectories, Trajectory
+    from rillflow.types import Observation, Said
 
 __version__ = "0.1.0"
-__all__ = ["__version__", "trajectories"]
+__all__ = [
+    "ConfigError",
+    "Environment",
+    "Episode",
+    "Observation",
+    "Recipe",
+    "RewardError",
+    "RillflowError",
+    "Role",
+    "Run",
+    "RunError",
+    "Said",
+    "ToolError",
+    "Toolbox",
+    "Trajectories",
+    "Trajectory",
+    "WorkflowError",
+    "__version__",
+    "errors",
+    "load_recipe",
+    "reward",
+    "run",
+    "tool",
+    "trajectories",
+]
+# The module of each name. `errors` is a module itself.
+_MODULES = {
+    "rillflow.agents.rewards.calling": ("reward",),
+    "rillflow.agents.tools.functions": ("tool",),
+    "rillflow.api": ("Run", "run", "trajectories"),
+    "rillflow.config": ("Recipe", "load_recipe"),
+    "rillflow.contracts": ("Environment", "Episode", "Role", "Toolbox"),
+    "rillflow.errors": ("ConfigError", "RewardError", "RillflowError", "RunError", "ToolError", "WorkflowError"),
+    "rillflow.storage.trajectories": ("Trajectories", "Trajectory"),
+    "rillflow.types": ("Observation", "Said"),
+}
+_MODULE_OF = {name: module for module, names in _MODULES.items() for name in names}
+
+if not TYPE_CHECKING:  # type checkers read the imports above, and report names that do not exist
+
+    def __getattr__(name: str) -> object:
+        if name == "errors":
+            return importlib.import_module("rillflow.errors")
+        if name not in _MODULE_OF:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        return getattr(importlib.import_module(_MODULE_OF[name]), name)
 
 
-def trajectories(
-    run: str | Path,
-    *,
-    step: int | tuple[int | None, int | None] | None = None,
-    policy: str | Iterable[str] | None = None,
-    role: str | Iterable[str] | None = None,
-    reward: tuple[float | None, float | None] | None = None,
-    version: int | tuple[int | None, int | None] | None = None,
-    status: str | Iterable[str] | None = None,
-    lane: str | Iterable[str] | None = None,
-    kept: str | Iterable[str] | None = None,
-    prompt: str | Iterable[str] | None = None,
-) -> Trajectories:
-    """Return the trajectories that a run has kept, of a live run or a finished one.
-
-    Filters: `step` and `version` are a number or a pair of the first and the last, `reward` is such a pair, in which
-    None leaves an end open; a trajectory passes `version` if a trained token of it may be of such a version. The
-    others are one name or several.
-
-        for trajectory in rillflow.trajectories("runs/…", status="failed"):
-            print(trajectory.info.cause, trajectory.messages()[-1])
-    """
-    from rillflow.storage.trajectories import Trajectories
-
-    return Trajectories(
-        run,
-        step=step,
-        policy=policy,
-        role=role,
-        reward=reward,
-        version=version,
-        status=status,
-        lane=lane,
-        kept=kept,
-        prompt=prompt,
-    )
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -39,9 +39,16 @@ import msgspec
 
 
 class RillflowError(Exception):
-    """Base of all errors that a user may see.
+    """Base of all errors that a user may see: `message` says what happened, `hint` what to do in this case.
 
     `status` is the HTTP status under which it crosses processes; `advice` says what to do where `hint` is empty.
+
+    Example:
+
+        try:
+            rillflow.run("mine.yaml")
+        except rillflow.RillflowError as error:
+            print(error.message, error.hint)
     """
 
     status = 500
@@ -57,6 +64,16 @@ class RillflowError(Exception):
 
 
 class ConfigError(RillflowError):
+    """A recipe, an override or a function that it names is wrong. Nothing was started.
+
+    Example:
+
+        try:
+            rillflow.load_recipe("quickstart", ["trainer.step=3"])
+        except rillflow.ConfigError as error:
+            print(error)  # unknown key policies.agent.trainer.step; did you mean 'steps'?
+    """
+
     status = 400
     advice = (
         "Correct the key or argument that the message names. `rillflow run RECIPE --dry-run` prints the "
@@ -156,14 +173,45 @@ class QueueFull(EngineError):
 
 
 class WorkflowError(RillflowError):
+    """A workflow raised, hung or called no model. Its episode fails and is played again elsewhere.
+
+    Example:
+
+        async def play(episode):
+            if "question" not in episode.payload:
+                raise rillflow.WorkflowError("the prompt has no question", "check data.prompts")
+    """
+
     advice = "Correct the workflow: the traceback is in the message. `rillflow try RECIPE` plays one episode."
 
 
 class RewardError(RillflowError):
+    """No reward could be computed. The episode is played again; it is never counted as 0.
+
+    Example:
+
+        @rillflow.reward
+        def exact(payload, answer):
+            if "answer" not in payload:
+                raise rillflow.RewardError("the prompt has no right answer")
+            return float(answer == payload["answer"])
+    """
+
     advice = "Correct the reward function: the traceback is in the message. `rillflow try RECIPE` calls it once."
 
 
 class ToolError(RillflowError):
+    """A tool cannot do what the model asked for. The model reads the message and the episode goes on.
+
+    Example:
+
+        @rillflow.tool
+        async def count(box: str, episode: rillflow.Episode) -> int:
+            if box not in episode.payload["stock"]:
+                raise rillflow.ToolError(f"there is no {box} box")
+            return episode.payload["stock"][box]
+    """
+
     status = 400
     advice = "Nothing to do if the model's call was wrong: the model reads the message. Otherwise correct the tool."
 
@@ -193,6 +241,16 @@ class GraphError(RillflowError):
 
 
 class RunError(RillflowError):
+    """A run cannot be started, resumed or finished. `rillflow resume` goes on with it.
+
+    Example:
+
+        try:
+            run = rillflow.run("quickstart")
+        except rillflow.RunError as error:
+            print(error.message, error.hint)
+    """
+
     advice = "See the process that the message names in `RUN/logs`, then `rillflow resume RUN`."
 
 

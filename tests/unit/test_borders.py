@@ -13,7 +13,7 @@ ROOT = Path(rillflow.__file__).parent
 ORDER = [
     "errors", "batching", "types", "contracts", "kernels", "storage", "config", "wire", "clients", "weights", "engine",
     "gateway", "dataflow", "agents", "examples", "rollout", "trainer", "stages", "evaluate", "resources", "runtime",
-    "observe", "dashboard", "cli",
+    "observe", "dashboard", "cli", "api",
 ]  # fmt: skip
 APART = {"dataflow", "rollout", "trainer"}
 

@@ -214,8 +214,8 @@ async def _serve(name: str, host: str, port: int, options: dict[str, Any]) -> No
 
 
 async def _play(name: str, agent: Agent, seed: int, split: str, options: dict[str, Any]) -> None:
-    from rillflow.agents.processes import close_pools
     from rillflow.agents.environments.registry import ENVIRONMENTS, environment_factory
+    from rillflow.agents.processes import close_pools
     from rillflow.config import resolve_object
 
     known = ENVIRONMENTS.get(name)

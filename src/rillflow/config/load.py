@@ -67,7 +67,15 @@ def find_recipe(name: str) -> Path:
 
 
 def load_recipe(name: str, overrides: Sequence[str] = ()) -> Recipe:
-    """Return the validated recipe, with file references made absolute, so that a run folder can be resumed anywhere."""
+    """Return the validated recipe of a shipped name or of a YAML file, changed by `key=value` overrides.
+
+    References to files become absolute, so that a run folder can be resumed anywhere. A wrong recipe is a ConfigError.
+
+    Example:
+
+        recipe = rillflow.load_recipe("quickstart", ["trainer.steps=3"])
+        print(recipe.policies["agent"].trainer.steps)
+    """
     return validate(read_raw(name, overrides))
 
 

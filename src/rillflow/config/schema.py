@@ -23,7 +23,13 @@ _END = re.compile(r"agent_error(\.-?\d+)?|workflow_error(\.\w+)?|context_overflo
 
 
 class Recipe(Section):
-    """A whole experiment."""
+    """A whole experiment, validated: `load_recipe` makes it, `run` takes it. docs/recipes.md lists its keys.
+
+    Example:
+
+        recipe = rillflow.load_recipe("quickstart")
+        print(recipe.name, recipe.seed, list(recipe.policies))
+    """
 
     name: Name
     description: str = ""

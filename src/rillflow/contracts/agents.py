@@ -1,4 +1,4 @@
-"""The contracts of a workflow: tools, an environment, roles, and the episode that has them all."""
+"""The interfaces that a workflow uses: tools, an environment, roles, and the episode that holds them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 class Tool(Protocol):
-    """Something that a model may call. `parameters` is the JSON schema of its arguments."""
+    """A function that a model may call. `parameters` is the JSON schema of its arguments."""
 
     @property
     def name(self) -> str: ...
@@ -28,47 +28,78 @@ class Tool(Protocol):
         """Seconds that a call may take."""
 
     async def call(self, arguments: Mapping[str, Any], episode: Episode | None) -> str:
-        """Return the text that the model reads. Arguments match the schema; the model also reads a ToolError."""
+        """Return the text for the model. The arguments fit the schema; a ToolError is text for the model too."""
 
 
 class Toolbox(Protocol):
-    """The tools of a recipe. A call never raises for a model's mistake: the model reads a text that begins `error:
-    `."""
+    """The tools of a recipe. A call never raises for wrong arguments: it returns a text that begins with `error: `.
+
+    Example:
+
+        said = await agent.ask(messages, tools=episode.tools.schemas)
+        for use in said.uses:
+            text = await episode.tools.call(use.name, use.arguments, episode)
+            messages.append({"role": "tool", "tool_call_id": use.id, "content": text})
+    """
 
     @property
     def schemas(self) -> list[Any]:
-        """The tools in the OpenAI shape, for `tools=` of a call."""
+        """The tools in OpenAI's format, for `tools=` of a call."""
 
-    def names(self) -> Sequence[str]: ...
+    def names(self) -> Sequence[str]:
+        """Return the names of all tools."""
 
     async def call(self, name: str, arguments: str | Mapping[str, Any], episode: Episode | None = None) -> str:
-        """`arguments` is the model's JSON text, or the mapping parsed from it."""
+        """Call a tool and return its text; `arguments` is the model's JSON text, or the mapping parsed from it."""
 
 
 class Environment(Protocol):
-    """A world that one episode acts in. Methods are called one at a time; `close` may come at any time, once."""
+    """A world that one episode acts in. Its methods are called one at a time; `close` comes once, at any time.
+
+    Example:
+
+        class Echo:
+            async def reset(self, payload, seed):
+                return rillflow.Observation("Say hello.")
+
+            async def step(self, action):
+                return rillflow.Observation("Bye.", reward=float(action == "hello"), done=True)
+
+            async def close(self):
+                pass
+    """
 
     async def reset(self, payload: Mapping[str, Any], seed: int) -> Observation:
-        """Start the world from the beginning: the same payload and seed give the same world."""
+        """Begin an episode. The same payload and seed give the same world."""
 
     async def step(self, action: str) -> Observation:
-        """Carry out an action and return what follows. An invalid action gets an observation that says so; do not
-        raise."""
+        """Take an action. An action that makes no sense is answered by an observation and does not raise."""
 
-    async def close(self) -> None: ...
+    async def close(self) -> None:
+        """Free what the environment holds."""
 
 
 class Role(Protocol):
-    """A part in a workflow, played by a policy. Every call of `client` carries the role's name."""
+    """A part in a workflow that a policy plays. Its calls carry the role's name, so recipes can compare like with like.
+
+    Example:
+
+        solver = episode.role("solver")
+        said = await solver.ask([{"role": "user", "content": "What is 2 + 2?"}], max_tokens=16)
+        print(said.text)
+    """
 
     @property
-    def name(self) -> str: ...
+    def name(self) -> str:
+        """The role's name."""
 
     @property
-    def policy(self) -> str: ...
+    def policy(self) -> str:
+        """The policy that plays the role."""
 
     @property
-    def client(self) -> AsyncOpenAI: ...
+    def client(self) -> AsyncOpenAI:
+        """An OpenAI client whose calls are the role's."""
 
     async def ask(
         self,
@@ -78,8 +109,7 @@ class Role(Protocol):
         schema: Mapping[str, Any] | None = None,
         **settings: Any,
     ) -> Said:
-        """Return one answer. With a JSON `schema` the answer always matches it; `settings` are those of the OpenAI
-        client."""
+        """Return one answer. A JSON `schema` constrains its format; `settings` are those of the OpenAI client."""
 
     async def ask_many(
         self,
@@ -90,48 +120,64 @@ class Role(Protocol):
         schema: Mapping[str, Any] | None = None,
         **settings: Any,
     ) -> list[Said]:
-        """Return several independent answers to the same messages. Each has its own `call` id, for its reward."""
+        """Return `count` independent answers to the same messages. Each has its own `call`, for its reward."""
 
 
 @runtime_checkable
 class Episode(Protocol):
     """The argument of a workflow: a prompt, clients for its policies, tools, an environment, a seed and a deadline.
 
-    `client` is a plain OpenAI client whose base URL is this episode's session at the gateway; any other client
-    can be pointed at `base_url` (OpenAI) or `anthropic_url` (Anthropic) with `api_key`. `model` is the name of the
-    first policy.
+    Any client that speaks OpenAI's or Anthropic's protocol can be used with `base_url` or `anthropic_url` and
+    `api_key`.
+
+    Example:
+
+        async def play(episode: rillflow.Episode) -> str | None:
+            response = await episode.client.chat.completions.create(
+                model=episode.model, messages=[{"role": "user", "content": episode.payload["question"]}]
+            )
+            return response.choices[0].message.content
     """
 
     @property
-    def prompt(self) -> Prompt: ...
+    def prompt(self) -> Prompt:
+        """The prompt: its id and its payload."""
 
     @property
-    def payload(self) -> dict[str, Any]: ...
+    def payload(self) -> dict[str, Any]:
+        """The prompt's payload, a row of the dataset."""
 
     @property
-    def client(self) -> AsyncOpenAI: ...
+    def client(self) -> AsyncOpenAI:
+        """An OpenAI client whose base URL is this episode's session at the gateway."""
 
     @property
-    def model(self) -> str: ...
+    def model(self) -> str:
+        """The name of the run's first policy, for `model=` of a call."""
 
     @property
-    def policies(self) -> Sequence[str]: ...
+    def policies(self) -> Sequence[str]:
+        """The names of the run's policies."""
 
     @property
-    def base_url(self) -> str: ...
+    def base_url(self) -> str:
+        """The session's URL for OpenAI clients."""
 
     @property
-    def anthropic_url(self) -> str: ...
+    def anthropic_url(self) -> str:
+        """The session's URL for Anthropic clients."""
 
     @property
-    def api_key(self) -> str: ...
+    def api_key(self) -> str:
+        """The session's key."""
 
     @property
-    def seed(self) -> int: ...
+    def seed(self) -> int:
+        """A number that is fixed for the task, also when it is played again."""
 
     @property
     def options(self) -> Mapping[str, Any]:
-        """The recipe's `options`, which only the workflow interprets."""
+        """The recipe's `options`, for the workflow."""
 
     @property
     def tools(self) -> Toolbox:
@@ -139,20 +185,20 @@ class Episode(Protocol):
 
     @property
     def environment(self) -> Environment:
-        """This episode's instance of the recipe's `environment`; it is closed when the episode has ended."""
+        """This episode's own instance of the recipe's `environment`; it is closed when the episode ends."""
 
     @property
     def evaluating(self) -> bool:
-        """Whether the episode is an evaluation. It is not trained on, and a workflow must not learn from it either."""
+        """Whether the episode belongs to an evaluation: nothing is trained on it, and nothing may be remembered."""
 
-    def seconds_left(self) -> float: ...
+    def seconds_left(self) -> float:
+        """Return the seconds until `rollout.episode_timeout`."""
 
     def role(self, name: str) -> Role:
         """Return a role of the workflow, played by the policy that the recipe's `roles` name for it."""
 
     def agent(self, name: str) -> AsyncOpenAI:
-        """Return a client for the calls of one of several agents. Recipes may compare each agent's samples
-        separately."""
+        """Return a `client` whose calls carry this agent's name, so that recipes can compare like with like."""
 
     def reward(
         self,
@@ -163,10 +209,11 @@ class Episode(Protocol):
         leaf: int | None = None,
         policy: str | None = None,
     ) -> None:
-        """Give a reward: to one answer by the `id` that the agent saw, to all answers of the n-th call (`turn`, from
-        0), to one leaf of the policy's tree by its number, or, with none of these, to the whole session.
+        """Give a reward to one answer by its `call` id, to all answers of the n-th call (`turn`, from 0), to one `leaf`
+        of the policy's tree by its number, or, with none of these, to the whole session.
 
-        An answer's reward is that of the sample which holds it. Several in one sample need `trainer.step_rewards`."""
+        An answer's reward belongs to the sample that holds the answer. Several in one sample need
+        `trainer.step_rewards`."""
 
     def metric(self, name: str, value: float) -> None:
-        """Record a number for the episode; the mean over each batch is the step's metric episode/NAME."""
+        """Keep a number with the episode; the step's metrics have its mean over the batch as `episode/NAME`."""

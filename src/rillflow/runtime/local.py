@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import socket
+import threading
 import time
 from collections.abc import Callable, Coroutine
 from contextlib import suppress
@@ -134,6 +135,8 @@ class LocalRun:
             log.warning("%s", error)
 
     def _listen_for_signals(self) -> None:
+        if threading.current_thread() is not threading.main_thread():  # only the main thread may handle signals
+            return
         loop = asyncio.get_running_loop()
         for number in STOP_SIGNALS:
             if not ignored(number):

@@ -43,6 +43,9 @@ def signals_held() -> Iterator[None]:
 
     Not by masks: a signal to the process goes to any thread that lets it in, and libraries have threads.
     """
+    if threading.current_thread() is not threading.main_thread():  # only the main thread may handle signals
+        yield
+        return
     before = {number: signal.signal(number, _hold) for number in STOP_SIGNALS if not ignored(number)}
     try:
         yield

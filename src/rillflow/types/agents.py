@@ -13,6 +13,10 @@ class Observation(Wire, frozen=True):
 
     `reward` is that of this step alone. `actions` are those possible now, if the environment knows them. `info` is for
     the workflow and its metrics, not for the model.
+
+    Example:
+
+        rillflow.Observation("The box is open.", reward=1.0, done=True)
     """
 
     text: str
@@ -31,8 +35,17 @@ class ToolUse(Wire, frozen=True):
 
 
 class Said(Wire, frozen=True):
-    """One answer of a role. `call` is its id for `episode.reward(…, call=…)`; `cut` is true if it hit its limit; append
-    `message` to the conversation."""
+    """One answer of a role.
+
+    `uses` are its tool calls. `call` is its id for `episode.reward(…, call=…)`; `cut` is true if it hit its token
+    limit; append `message` to the conversation.
+
+    Example:
+
+        said = await episode.role("agent").ask(messages)
+        episode.reward(0.0 if said.cut else 1.0, call=said.call)
+        messages.append(said.message)
+    """
 
     text: str
     uses: list[ToolUse]

@@ -100,8 +100,16 @@ class TokenPath:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Trajectory:
-    """One episode. `paths` are the entries of its transcript (`gateway.trees.record.transcript`), `rewards` the parts
-    of its reward and its metrics, `error` what a failure said, with its traceback where user code raised."""
+    """One kept episode: its prompt, its conversations, its rewards and its samples.
+
+    `paths` are the entries of its transcript (`gateway.trees.record.transcript`), `rewards` the parts of its reward and
+    its metrics, `error` the message of a failure, with the traceback of user code.
+
+    Example:
+
+        for trajectory in rillflow.trajectories("runs/quickstart-20261118-033123"):
+            print(trajectory.info.reward, trajectory.messages()[-1]["content"])
+    """
 
     info: TrajectoryInfo
     payload: Mapping[str, Any] = field(default_factory=dict)

@@ -23,7 +23,13 @@ _NOT_WRITABLE = (sqlite3.SQLITE_CANTOPEN, sqlite3.SQLITE_READONLY)
 
 
 class Trajectories:
-    """The kept trajectories of a run that fit the filters. See `rillflow.trajectories`."""
+    """The kept trajectories of a run that pass the filters of `rillflow.trajectories`.
+
+    Example:
+
+        kept = rillflow.trajectories("runs/quickstart-20261118-033123", lane="train")
+        print(len(kept), kept.infos(order="-reward", limit=5))
+    """
 
     def __init__(
         self,
