@@ -117,6 +117,7 @@ BENCHES: dict[str, Bench] = {
     "wire": Bench(0.5),
     "dataflow": Bench(4, environment="transferqueue"),
     "ledger": Bench(0.5),
+    "ledgers": Bench(1.0),
     "two_policies": Bench(1.5),
     "dashboard": Bench(3),
     "data_algorithms": Bench(4),

@@ -21,10 +21,13 @@ from typing import Any
 import numpy as np
 
 from rillflow.clients.dataflow import DataflowClient
+from rillflow.clients.ledgers import connect
 from rillflow.clients.payloads import PayloadReader
 from rillflow.clients.units import UnitWriter
 from rillflow.config.load import validate
 from rillflow.errors import RillflowError, RunError
+from rillflow.resources.placement import Placed, ledgers
+from rillflow.resources.placement import units as placed_units
 from rillflow.runtime.folder import RunFolder
 from rillflow.types import (
     Ack,
@@ -42,7 +45,6 @@ from rillflow.types import (
     SampleMeta,
     TaskLease,
 )
-from rillflow.wire import Client
 
 Columns = dict[str, np.ndarray]
 
@@ -87,12 +89,15 @@ class Role:
     """One process of the run, started again where it was when it has been killed."""
 
     folder: RunFolder
-    name: str
+    placed: Placed
     process: subprocess.Popen[bytes] | None = None
 
+    @property
+    def name(self) -> str:
+        return self.placed.name
+
     def start(self) -> None:
-        words = ["dataflow"] if self.name == "dataflow" else ["unit", "--name", self.name]
-        command = [sys.executable, "-m", "rillflow", words[0], str(self.folder.root), *words[1:]]
+        command = [sys.executable, "-m", "rillflow", *self.placed.arguments(self.folder.root)]
         with open(self.folder.log(self.name), "ab") as log:
             self.process = subprocess.Popen(command, stdout=log, stderr=log, env={**os.environ, "NO_COLOR": "1"})
 
@@ -113,14 +118,18 @@ class Role:
 
 @dataclass
 class Processes:
-    """The dataflow service and the storage units of a run."""
+    """The dataflow services of a run, one for each ledger, and so many storage units for each of them."""
 
     folder: RunFolder
     units: int = 2
     roles: list[Role] = field(default_factory=list)
 
     def __enter__(self) -> Processes:
-        self.roles = [Role(self.folder, name) for name in ("dataflow", *(f"unit-{n}" for n in range(self.units)))]
+        recipe = self.folder.recipe
+        units = recipe.dataflow.units.model_copy(update={"count": self.units})
+        flow = recipe.dataflow.model_copy(update={"units": units})
+        placed = (*ledgers(recipe), *placed_units(recipe.model_copy(update={"dataflow": flow})))
+        self.roles = [Role(self.folder, one) for one in placed]
         for role in self.roles:
             role.start()
         return self
@@ -135,7 +144,7 @@ class Processes:
         while time.monotonic() < deadline:
             client = self.client()
             try:
-                if client is not None and len((await client.units(deadline=1.0)).units) == self.units:
+                if client is not None and len((await client.units(deadline=1.0)).units) == self._units_in_all:
                     return client
             except RillflowError:
                 pass
@@ -144,9 +153,13 @@ class Processes:
             await asyncio.sleep(0.1)
         raise RunError(f"the processes did not start within {START_SECONDS:.0f} s", f"see {self.folder.root}/logs")
 
+    @property
+    def _units_in_all(self) -> int:
+        return sum(role.placed.role == "unit" for role in self.roles)
+
     def client(self) -> DataflowClient | None:
-        url = self.folder.endpoint("dataflow")
-        return None if url is None else DataflowClient(Client(url, self.folder.token, peer="dataflow"))
+        address = self.folder.address
+        return None if address is None else connect(address, self.folder.token)
 
 
 # ---------------------------------------------------------------- producers

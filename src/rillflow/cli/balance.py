@@ -8,13 +8,12 @@ from typing import Any
 import msgspec
 from rich.console import Console
 
-from rillflow.clients.dataflow import DataflowClient
+from rillflow.clients.ledgers import connect
 from rillflow.dataflow.balance import Balance
 from rillflow.dataflow.balance_ledger import read_balance
 from rillflow.errors import WireError
 from rillflow.observe.balance import balance_view
 from rillflow.runtime.folder import RunFolder
-from rillflow.wire import Client
 
 _PATIENCE = 2.0  # seconds; a live service answers in milliseconds
 
@@ -32,7 +31,7 @@ def print_balance(folder: RunFolder, *, as_json: bool) -> None:
 
 def find_balance(folder: RunFolder) -> tuple[Balance, bool]:
     """Return the balance, and whether it comes from a live service."""
-    url = folder.endpoint("dataflow")
+    url = folder.address
     if url is not None:
         try:
             return msgspec.convert(asyncio.run(_ask(url, folder.token)), Balance), True
@@ -42,7 +41,7 @@ def find_balance(folder: RunFolder) -> tuple[Balance, bool]:
 
 
 async def _ask(url: str, token: str) -> dict[str, Any]:
-    client = DataflowClient(Client(url, token, peer="dataflow"))
+    client = connect(url, token)
     try:
         return await client.balance(_PATIENCE)
     finally:

@@ -132,11 +132,11 @@ def audit(
 ) -> None:
     """Prove from the ledger that every prompt, task, sample and batch is in exactly one state."""
     from rillflow.cli.reports import print_report
-    from rillflow.dataflow.audit import audit as audit_ledger
+    from rillflow.dataflow.audit import audit_all
     from rillflow.runtime.folder import RunFolder
 
     with clear_errors():
-        report = audit_ledger(RunFolder.open(folder).ledger)
+        report = audit_all(RunFolder.open(folder).ledgers)
         print_report(report, as_json=as_json)
         raise typer.Exit(0 if report.balanced else 1)
 

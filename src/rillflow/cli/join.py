@@ -14,10 +14,10 @@ from rich.table import Table
 from rillflow.cli.status import ask
 from rillflow.clients.dataflow import DataflowClient
 from rillflow.clients.joining import token_of
+from rillflow.clients.ledgers import connect
 from rillflow.errors import ConfigError, DeadlineExceeded, RunError, Unavailable
 from rillflow.runtime.folder import RunFolder
 from rillflow.types import NodeInfo, NodeList, RetireNode, Status
-from rillflow.wire import Client
 
 Reply = TypeVar("Reply")
 _PATIENCE = 5.0
@@ -30,7 +30,7 @@ def call(
     where, token = _service(folder, url, token_file)
 
     async def asked() -> Reply:
-        client = DataflowClient(Client(where, token, peer="dataflow"))
+        client = connect(where, token)
         try:
             return await ask(client)
         finally:
@@ -80,7 +80,7 @@ def _service(folder: Path | None, url: str | None, token_file: Path | None) -> t
     if url is not None:
         return url, token_of(token_file)
     opened = RunFolder.open(folder or "")
-    found = opened.endpoint("dataflow")
+    found = opened.address
     if found is None:
         raise no_service(opened)
     return found, opened.token

@@ -25,16 +25,17 @@ from rillflow.errors import ConfigError
 @app.command(rich_help_panel="One part of a run, started by hand")
 def dataflow(
     folder: RunArgument,
+    ledger: Annotated[int, typer.Option(help="Which of the run's ledgers", min=0)] = 0,
     resume: Annotated[
         bool, typer.Option("--resume", help="Let a run go on that ended without having finished")
     ] = False,
 ) -> None:
-    """Serve the dataflow layer of a run."""
+    """Serve the dataflow layer of a run: one ledger."""
     from rillflow.runtime.folder import RunFolder
     from rillflow.runtime.roles import dataflow_role
 
     with clear_errors(role=True):
-        raise typer.Exit(dataflow_role(RunFolder.open(folder), resume=resume))
+        raise typer.Exit(dataflow_role(RunFolder.open(folder), ledger=ledger, resume=resume))
 
 
 @app.command(rich_help_panel="One part of a run, started by hand")
@@ -43,6 +44,9 @@ def unit(
     *,
     join: JoinOption = None,
     name: Annotated[str | None, typer.Option(help="The unit's name", show_default="unit-0, or unit-HOST")] = None,
+    ledger: Annotated[
+        int, typer.Option(help="Which of the run's ledgers it keeps rows of; --join names it", min=0)
+    ] = 0,
     token_file: TokenOption = None,
     cache: KeptOption = None,
     host: HostOption = "127.0.0.1",
@@ -58,7 +62,7 @@ def unit(
             raise typer.Exit(unit_joined(options))
         from rillflow.runtime.roles import unit_role
 
-        raise typer.Exit(unit_role(to_join(opened), name or "unit-0"))
+        raise typer.Exit(unit_role(to_join(opened), name or "unit-0", ledger=ledger))
 
 
 @app.command(rich_help_panel="One part of a run, started by hand")

@@ -12,12 +12,11 @@ from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.text import Text
 
-from rillflow.clients.dataflow import DataflowClient
+from rillflow.clients.ledgers import connect
 from rillflow.errors import RillflowError, RunError
 from rillflow.observe.run_report import RunReport, as_json, report_of, report_view, reports_table, where_and_next
 from rillflow.runtime.folder import RunFolder
 from rillflow.types import Status
-from rillflow.wire import Client
 
 _PATIENCE = 2.0  # seconds; a live service answers in milliseconds
 _MOST = 50  # runs that `top` shows: the newest
@@ -88,10 +87,10 @@ async def look(folders: Sequence[RunFolder]) -> list[RunReport]:
 
 async def ask(folder: RunFolder) -> Status | None:
     """Return the status from a run's service; None if none answers."""
-    url = folder.endpoint("dataflow")
+    url = folder.address
     if url is None:
         return None
-    client = DataflowClient(Client(url, folder.token_of("reader"), peer="dataflow"))
+    client = connect(url, folder.token_of("reader"))
     try:
         return await client.status(_PATIENCE)
     except RillflowError:

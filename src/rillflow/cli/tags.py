@@ -11,7 +11,7 @@ import msgspec
 from rich.console import Console
 from rich.table import Table
 
-from rillflow.clients.dataflow import DataflowClient
+from rillflow.clients.ledgers import connect
 from rillflow.errors import WireError
 from rillflow.resources.placement import hosted_node, node_of
 from rillflow.resources.roofline import measure_apart
@@ -121,7 +121,7 @@ def _table(views: Sequence[View]) -> Table:
 
 def look(folder: RunFolder) -> Seen | None:
     """Return the reported state, or None if no dataflow service answers."""
-    url = folder.endpoint("dataflow")
+    url = folder.address
     if url is None:
         return None
     try:
@@ -131,7 +131,7 @@ def look(folder: RunFolder) -> Seen | None:
 
 
 async def _look(folder: RunFolder, url: str) -> Seen:
-    client = DataflowClient(Client(url, folder.token, peer="dataflow"))
+    client = connect(url, folder.token)
     try:
         nodes = (await client.nodes(_PATIENCE)).nodes
     finally:

@@ -15,6 +15,7 @@ from rillflow.observe.trace import trace
 from rillflow.runtime.folder import RunFolder
 from rillflow.storage import write_atomic
 from rillflow.storage.spans import read_spans
+from rillflow.types.ledgers import ledger_of
 
 
 def write_trace(folder: RunFolder, path: Path, most: int) -> None:
@@ -25,12 +26,14 @@ def write_trace(folder: RunFolder, path: Path, most: int) -> None:
     write_atomic(path, json.dumps(made).encode())
     shown, episodes = len(history.episodes), history.episodes_in_all
     what = f"{shown} episodes" if shown == episodes else f"the newest {shown} of {episodes} episodes"
+    what += " of the first ledger" if len(folder.ledgers) > 1 else ""
     console = Console(stderr=True)
     console.print(f"{path}: {what}; open it at https://ui.perfetto.dev", highlight=False, soft_wrap=True)
 
 
 def print_life(folder: RunFolder, episode: str) -> None:
-    with snapshot(folder.ledger) as reads:
+    ledgers = folder.ledgers
+    with snapshot(ledgers[min(ledger_of(episode), len(ledgers) - 1)]) as reads:
         moments = life_of(reads, episode)
     table = Table("seconds", "what", title=f"Episode {episode}", title_justify="left")
     table.columns[0].justify = "right"

@@ -10,6 +10,7 @@ import msgspec
 from rillflow.clients.coalesce import Coalesced
 from rillflow.errors import RillflowError, from_body
 from rillflow.types import Ack, CompleteTask, CompleteTasks, Engines, LookEngines, RunRecipe, StopRun, Units
+from rillflow.types.ledgers import ledger_of
 from rillflow.types.routes import Dataflow, Updates
 from rillflow.wire import Client
 from rillflow.wire.client import DEFAULT_DEADLINE, Reads, Sends
@@ -55,11 +56,14 @@ class DataflowClient:
 
     def __init__(self, client: Client) -> None:
         self.wire = client
-        self._completions = Coalesced(self._complete)
+        self._completions: dict[int, Coalesced[CompleteTask, Ack]] = {}  # by ledger: one that is down delays no other
 
     async def complete(self, news: CompleteTask, deadline: float = DEFAULT_DEADLINE) -> Ack:
-        """Completions told at the same time travel together."""
-        return await self._completions(news, deadline)
+        """Completions told at the same time to the same ledger travel together."""
+        ledger = ledger_of(news.attempt)
+        if ledger not in self._completions:
+            self._completions[ledger] = Coalesced(self._complete)
+        return await self._completions[ledger](news, deadline)
 
     async def _complete(self, news: Sequence[CompleteTask], deadline: float) -> list[Ack | RillflowError]:
         reply = await self.wire.call(Dataflow.complete, CompleteTasks(tasks=list(news)), deadline)
@@ -97,5 +101,6 @@ class DataflowClient:
         return (await self.wire.call(Updates.versions_wanted, None, deadline)).get(policy, [])
 
     async def close(self) -> None:
-        await self._completions.close()
+        for completions in self._completions.values():
+            await completions.close()
         await self.wire.close()

@@ -16,7 +16,8 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from rillflow import __version__
-from rillflow.clients.dataflow import DataflowClient
+from rillflow.clients.dataflow import DataflowClient, reached_by
+from rillflow.clients.ledgers import connect
 from rillflow.config import Recipe
 from rillflow.config.load import read_resolved, validate
 from rillflow.config.secrets import missing, unmasked
@@ -24,7 +25,6 @@ from rillflow.contracts import Clock, SystemClock
 from rillflow.errors import ConfigError, Forbidden, RillflowError, RunError, Unauthorized, WireError
 from rillflow.storage import read_json
 from rillflow.types import RunRecipe, TokenScope
-from rillflow.wire import Client
 from rillflow.wire.tokens import Keyring, scoped_token
 
 log = logging.getLogger(__name__)
@@ -37,9 +37,9 @@ _LOOK = 0.5
 
 @dataclass(frozen=True)
 class Joined:
-    """A run as a process from elsewhere works on it. `token` is of its own scope; the `keyring` recognises all others.
-    `weights` is the run's own folder of weights where it lies on this host; else the recipe names where they come from,
-    and the folder is this process's own."""
+    """A run as a process from elsewhere works on it. `url` is its address (`clients.ledgers`). `token` is of its own
+    scope; the `keyring` recognises all others. `weights` is the run's own folder of weights where it lies on this host;
+    else the recipe names where they come from, and the folder is this process's own."""
 
     url: str
     token: str
@@ -72,7 +72,7 @@ async def join(url: str, token: str, cache: Path, *, scope: TokenScope = "node",
     """All that a process of this `scope` needs of the run at `url`; `cache` is its own folder. `token` is of that
     scope, or the operator's, of which it is made. Nodes and engines (scope `node`) are told where weights come from."""
     clock = clock or SystemClock()
-    client = DataflowClient(Client(_checked(url), token, peer="dataflow", clock=clock))
+    client = connect(_checked(url), token, clock=clock)
     try:
         told = await _told(client, REACHED, scope)
         recipe = _recipe(told)
@@ -83,9 +83,20 @@ async def join(url: str, token: str, cache: Path, *, scope: TokenScope = "node",
             recipe = read_resolved(own) if own.is_file() else recipe  # with its secrets
         elif scope == "node" and any(policy.weights.source is None for policy in recipe.policies.values()):
             recipe = _pulling(recipe, await _sources(client, told, recipe, clock))
-        return Joined(client.wire.url, token, keyring, recipe, weights)
+        # A unit keeps rows of the ledger that it was sent to.
+        address = client.wire.url if scope == "unit" else _address(client, told, recipe)
+        return Joined(address, token, keyring, recipe, weights)
     finally:
         await client.close()
+
+
+def _address(client: DataflowClient, told: RunRecipe, recipe: Recipe) -> str:
+    """Return the address of all ledgers of the run, of which one was reached."""
+    if recipe.dataflow.ledgers == 1:
+        return client.wire.url
+    if len(told.ledgers) != recipe.dataflow.ledgers:
+        raise RunError("not all ledgers of the run listen yet", "join again in a moment; see the run's logs")
+    return ",".join(reached_by(url, client.wire.url) for url in told.ledgers)
 
 
 def _checked(url: str) -> str:

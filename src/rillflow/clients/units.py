@@ -96,15 +96,16 @@ class UnitWriter:
         self._mine_since = 0
         self._closed = False
 
-    async def put(self, rows: Rows, deadline: float = DEFAULT_DEADLINE) -> list[Row]:
-        """Return where the rows are, once their unit has acknowledged them. All rows of one call go to one unit."""
+    async def put(self, rows: Rows, deadline: float = DEFAULT_DEADLINE, *, ledger: int = 0) -> list[Row]:
+        """Return where the rows are, once their unit has acknowledged them. All rows of one call go to one unit, which
+        keeps those of this ledger."""
         size = check_rows(rows)
         if not rows:
             return []
         end = self._clock.monotonic() + deadline
         try:
             async with asyncio.timeout(deadline):
-                return await self._try_all(rows, size, end)
+                return await self._try_all(rows, size, end, ledger)
         except TimeoutError as error:
             raise DeadlineExceeded(
                 f"no storage unit took {len(rows)} rows within {deadline:.0f} s", "look at the logs of the units"
@@ -119,12 +120,13 @@ class UnitWriter:
 
     # ------------------------------------------------------------ choosing
 
-    async def _try_all(self, rows: Rows, size: int, end: float) -> list[Row]:
+    async def _try_all(self, rows: Rows, size: int, end: float, ledger: int) -> list[Row]:
         """Unit after unit, the least loaded first; then all over again, until one takes the rows."""
         failed: dict[str, RillflowError] = {}
         since = 0
         while True:
-            units = [info for info in await self._directory.units(since=since) if info.unit not in failed]
+            listed = [info for info in await self._directory.units(since=since) if info.ledger == ledger]
+            units = [info for info in listed if info.unit not in failed]
             if self._closed:
                 raise WireError("the writer was closed", "make a new one")
             if not units:

@@ -87,6 +87,11 @@ class UnitsConfig(Section):
 
 
 class DataflowConfig(Section):
+    ledgers: Annotated[int, Field(ge=1, le=64)] = Field(
+        1,
+        description="processes that share the run's prompts by the hash of their ids, each with its own ledger and "
+        "`units.count` storage units",
+    )
     group_size: Positive = Field(8, description="episodes of one prompt")
     grouping: Literal["policy", "agent", "turn", "state"] = Field(
         "policy",

@@ -85,6 +85,7 @@ class Recipe(Section):
         self._check_workers()
         self._check_target()
         self._check_rewards()
+        self._check_ledgers()
         for role, policy_name in self.roles.items():
             if policy_name not in self.policies:
                 raise ValueError(f"roles.{role} names {policy_name!r}; there is {', '.join(self.policies)}")
@@ -122,6 +123,32 @@ class Recipe(Section):
             raise ValueError(
                 "evaluation.target needs evaluation.every above 0: without evaluations during training it cannot end "
                 "the run; set it, or evaluation.target=null"
+            )
+
+    def _check_ledgers(self) -> None:
+        """Refuse what one of several ledgers cannot decide from its own prompts."""
+        ledgers = self.dataflow.ledgers
+        if ledgers == 1:
+            return
+        trainer = self.policies[self.policy].trainer
+        refused = {
+            "several policies": len(self.policies) > 1,
+            f"policies.{self.policy}.stages": bool(self.policies[self.policy].stages),
+            "dataflow.curators": bool(self.dataflow.curators),
+            f"dataflow.sampler={self.dataflow.sampler.name}": self.dataflow.sampler.name != "earliest_deadline",
+            "trainer.stream_groups": trainer.stream_groups > 0,
+            "runtime.deterministic": self.runtime.deterministic,
+            "resources.scaling": self.resources.scaling.enabled,
+        }
+        if found := [name for name, given in refused.items() if given]:
+            raise ValueError(
+                f"dataflow.ledgers={ledgers} does not work with {', '.join(found)}: each ledger sees its own prompts "
+                "only; leave one of them out"
+            )
+        if trainer.batch_groups % ledgers:
+            raise ValueError(
+                f"dataflow.ledgers={ledgers} needs a trainer.batch_groups that it divides, not {trainer.batch_groups}: "
+                "every ledger gives the same number of groups to a batch"
             )
 
     def _check_rewards(self) -> None:

@@ -13,11 +13,11 @@ import time
 import msgspec
 
 from rillflow.clients.dataflow import DataflowClient
+from rillflow.clients.ledgers import connect
 from rillflow.dashboard.watched import Live, WatchedRun
 from rillflow.dataflow.balance import Balance
 from rillflow.errors import WireError
 from rillflow.types import RetireNode
-from rillflow.wire import Client
 
 log = logging.getLogger(__name__)
 
@@ -47,12 +47,12 @@ class LiveRun:
             return self._answer
 
     async def _ask(self) -> Live | None:
-        url = self._run.folder.endpoint("dataflow") if self._run.running else None
+        url = self._run.folder.address if self._run.running else None
         if url is None:
             return None
         if self._client is None or url != self._url:
             await self.close()
-            self._client, self._url = DataflowClient(Client(url, self._token, peer="dataflow")), url
+            self._client, self._url = connect(url, self._token), url
         try:
             status = await self._client.status(_PATIENCE)
             nodes = await self._client.nodes(_PATIENCE)
@@ -84,7 +84,7 @@ class LiveRun:
             await client.close()
 
     def _operating(self, operator: str) -> DataflowClient:
-        url = self._run.folder.endpoint("dataflow")
+        url = self._run.folder.address
         if url is None or not self._run.running:
             raise WireError(f"{self._run.name} does not run", "only a running run takes commands")
-        return DataflowClient(Client(url, operator, peer="dataflow"))
+        return connect(url, operator)

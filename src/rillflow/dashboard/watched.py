@@ -89,6 +89,15 @@ class WatchedRun:
         with snapshot(self.folder.ledger) as reads:
             return ask(reads)
 
+    def ledgers(self, ask: Callable[[Snapshot], Found]) -> list[Found]:
+        """Return the answer of `ask` from every ledger of the run that exists, the first one's first."""
+        found = []
+        for path in self.folder.ledgers:
+            if path.is_file():
+                with snapshot(path) as reads:
+                    found.append(ask(reads))
+        return found
+
     def stamp(self, sources: Sequence[Source]) -> list[tuple[int, int]]:
         """Return the size and time of change of every file of these sources."""
         return [_stamp(path) for source in sources for path in self._files(source)]
@@ -101,8 +110,8 @@ class WatchedRun:
             case "metrics":
                 yield self.folder.metrics
             case "ledger" | "trajectories":
-                database = self.folder.ledger if source == "ledger" else root / TRAJECTORIES
-                yield from (database, database.with_name(f"{database.name}-wal"))
+                for database in self.folder.ledgers if source == "ledger" else [root / TRAJECTORIES]:
+                    yield from (database, database.with_name(f"{database.name}-wal"))
             case "timeline" | "logs":
                 yield from sorted((root / (TIMELINE if source == "timeline" else "logs")).glob("*"))
             case "weights":

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import sqlite3
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -16,6 +17,8 @@ from typing import Any
 from rillflow.dataflow.ledger.segments import RECLAIMED
 from rillflow.dataflow.ledger.snapshot import snapshot
 from rillflow.dataflow.ledger.states import MACHINES, Machine
+from rillflow.dataflow.ledger.streams import ELSEWHERE
+from rillflow.types.ledgers import owner_of
 
 
 def _any(table: str, states: Sequence[str]) -> str:
@@ -66,6 +69,35 @@ def audit(path: Path) -> AuditReport:
     """Check the ledger at `path` as it was last committed."""
     with snapshot(path) as reads:
         return examine(reads.connection)
+
+
+def audit_all(paths: Sequence[Path]) -> AuditReport:
+    """Check all ledgers of a run, of which most have one: each of them, and that they agree.
+
+    Every step is in every ledger. The first one hears of it last, so the others may be one step ahead.
+    """
+    if len(paths) == 1:
+        return audit(paths[0])
+    whole, counts, lines = AuditReport(), Counter[str](), []
+    for number, path in enumerate(paths):
+        with snapshot(path) as reads:
+            one = examine(reads.connection)
+            lines.append({row[0] for row in reads.connection.execute("SELECT version FROM steps WHERE state = 'live'")})
+            prompts = reads.connection.execute("SELECT DISTINCT prompt FROM groups WHERE lane = 'train'")
+            strangers = sum(owner_of(prompt, len(paths)) != number for (prompt,) in prompts)
+        named = [*one.identities, Identity("prompts that belong to another ledger", strangers, 0)]
+        whole.identities += [Identity(f"ledger {number}: {each.name}", each.left, each.right) for each in named]
+        counts.update(one.counts)
+    first, head = lines[0], max(lines[0], default=0)
+    for number, line in enumerate(lines[1:], 1):
+        under_way = min((version for version in line - first if version > head), default=head)
+        whole.identities += [
+            Identity(f"ledger {number}: steps of ledger 0 that are here", len(first & line), len(first)),
+            Identity(f"ledger {number}: other steps than the one under way", len(line - first - {under_way}), 0),
+        ]
+    steps = {name: value for name, value in counts.items() if name == "steps" or name.endswith(".steps")}
+    whole.counts = dict(counts) | {name: value // len(paths) for name, value in steps.items()}
+    return whole
 
 
 def examine(connection: sqlite3.Connection) -> AuditReport:
@@ -150,7 +182,7 @@ class _Auditor:
             self._same(
                 "train: prompts taken = admitted + skipped",
                 "SELECT value FROM counters WHERE name = 'cursor'",
-                "SELECT sum(value) FROM counters WHERE name IN ('admitted.train', 'skipped')",
+                f"SELECT sum(value) FROM counters WHERE name IN ('admitted.train', 'skipped', '{ELSEWHERE}')",
             )
             self._same("train: no prompt of training was evaluated", states.get("evaluated", 0), 0)
         else:

@@ -15,6 +15,7 @@ from rillflow.dataflow.service import DataflowService
 from rillflow.dataflow.sources import open_heldout, open_sources
 from rillflow.storage import disk_errors
 from rillflow.storage.trajectories import FILE, KINDS, Bounds
+from rillflow.types.ledgers import folder_of
 from rillflow.weights.updates import Invitation
 from rillflow.wire.collecting import keep_what_is_there
 from rillflow.wire.tokens import Keyring
@@ -23,16 +24,22 @@ LEDGER, METRICS = "ledger.sqlite", "metrics.jsonl"
 
 
 def open_ledger(
-    recipe: Recipe, folder: Path, *, resume: bool = False, clock: Clock | None = None, group_reward: bool = False
+    recipe: Recipe,
+    run: Path,
+    *,
+    ledger: int = 0,
+    resume: bool = False,
+    clock: Clock | None = None,
+    group_reward: bool = False,
 ) -> Ledger:
-    """The ledger of the run in `folder`, new or as it was left."""
-    data = recipe.data
+    """The ledger of this number of the run in the folder `run`, new or as it was left. The first one evaluates."""
+    data, folder = recipe.data, folder_of(run, ledger)
     source = open_sources(data.prompts, seed=recipe.seed, shuffle=data.shuffle)
-    heldout = open_heldout(data.heldout, seed=recipe.seed)
+    heldout = open_heldout(data.heldout, seed=recipe.seed) if ledger == 0 else None
     hooks = Hooks.of(recipe.dataflow)
     with disk_errors(folder):
         folder.mkdir(parents=True, exist_ok=True)
-    rules = Rules.of(recipe, group_reward=group_reward)
+    rules = Rules.of(recipe, group_reward=group_reward, ledger=ledger)
     return Ledger(folder / LEDGER, rules, source, heldout, hooks=hooks, clock=clock, resume=resume)
 
 
@@ -51,16 +58,18 @@ async def serve(
     port: int = 0,
     *,
     on_ready: Callable[[str], None] = lambda url: None,
+    ledger: int = 0,
     resume: bool = False,
     group_reward: GroupReward | None = None,
 ) -> None:
-    """Serve until cancelled; `on_ready` gets the URL. `resume` lets a run that was stopped go on."""
-    ledger = open_ledger(recipe, folder, resume=resume, group_reward=group_reward is not None)
-    bounds = kept_bounds(recipe)
+    """Serve the ledger of this number until cancelled; `on_ready` gets the URL. `resume` lets a run that was stopped go
+    on. The first ledger keeps trajectories for people."""
+    opened = open_ledger(recipe, folder, ledger=ledger, resume=resume, group_reward=group_reward is not None)
+    bounds = kept_bounds(recipe) if ledger == 0 else None
     try:
         service = DataflowService(
-            ledger,
-            Journal(folder / METRICS),
+            opened,
+            Journal(folder_of(folder, ledger) / METRICS),
             token,
             commit_interval=recipe.dataflow.commit_interval,
             invitation=Invitation(recipe, folder, Keyring.of_run(token)),
@@ -77,4 +86,4 @@ async def serve(
         finally:
             await service.stop()
     finally:
-        ledger.close()
+        opened.close()

@@ -10,6 +10,7 @@ from typing import Any
 
 from rillflow.config import Recipe
 from rillflow.errors import ConfigError
+from rillflow.types.ledgers import mark_of, owner_of
 
 _POLICY_FIELDS = ("staleness", "batch_groups", "total_steps", "trains_on", "stages")
 
@@ -46,9 +47,14 @@ class PolicyRules:
 
 @dataclass(frozen=True)
 class Rules:
-    """The numbers that govern one run. The first of `policies` is the one that the plain numbers tell of."""
+    """The numbers that govern one run. The first of `policies` is the one that the plain numbers tell of.
+
+    A run may have several `ledgers`; `ledger` is the number of this one. `batch_groups` is then its part of a batch.
+    """
 
     policies: Mapping[str, PolicyRules]
+    ledger: int = 0
+    ledgers: int = 1
     seed: int = 0
     group_size: int = 8
     grouping: str = "policy"  # what a sample is compared with: see DataflowConfig
@@ -97,6 +103,15 @@ class Rules:
         policies = self.policies.values()
         return {name: [policy.name for policy in policies if name in policy.producers] for name in self.policies}
 
+    @cached_property
+    def mark(self) -> str:
+        """What the names of groups and batches begin with."""
+        return mark_of(self.ledger)
+
+    def owns(self, prompt: str) -> bool:
+        """Return whether the prompt of this id belongs to this ledger."""
+        return owner_of(prompt, self.ledgers) == self.ledger
+
     @property
     def most_returns(self) -> int:
         """A task whose nodes die is not to blame, until it has taken this many with it."""
@@ -109,11 +124,14 @@ class Rules:
         return cls(policies={policy: PolicyRules(policy, **own)}, **values)
 
     @classmethod
-    def of(cls, recipe: Recipe, *, group_reward: bool = False) -> Rules:
+    def of(cls, recipe: Recipe, *, group_reward: bool = False, ledger: int = 0) -> Rules:
+        """Return the rules of one ledger. The first one alone evaluates, and keeps trajectories for people."""
         flow, kept = recipe.dataflow, recipe.observe.trajectories
-        keeps = kept.max_bytes > 0
+        keeps = kept.max_bytes > 0 and ledger == 0
         return cls(
             policies={name: _policy_rules(recipe, name) for name in recipe.policies},
+            ledger=ledger,
+            ledgers=flow.ledgers,
             seed=recipe.seed,
             group_size=flow.group_size,
             grouping=flow.grouping,
@@ -142,7 +160,7 @@ def _policy_rules(recipe: Recipe, name: str) -> PolicyRules:
     return PolicyRules(
         name,
         staleness=recipe.staleness(name),
-        batch_groups=policy.trainer.batch_groups,
+        batch_groups=policy.trainer.batch_groups // recipe.dataflow.ledgers,
         total_steps=policy.trainer.steps,
         trains_on=tuple(policy.trains_on or ()),
         stages=tuple(policy.stages),

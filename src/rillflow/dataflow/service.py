@@ -34,6 +34,7 @@ from rillflow.types import (
     BatchReply,
     CommitBatch,
     CommitStage,
+    Committed,
     CompleteTask,
     CompleteTasks,
     FailTask,
@@ -349,7 +350,7 @@ class DataflowService(Service):
             ),
         )
 
-    async def _commit_batch(self, news: CommitBatch) -> Ack:
+    async def _commit_batch(self, news: CommitBatch) -> Committed:
         ack = await self._changed(await self._do(lambda: self._ledger.commit_batch(news)))
         if self._keeper is not None and ack.accepted:
             self._keeper.committed(news)

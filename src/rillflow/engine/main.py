@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 
 from rillflow.clients.dataflow import DataflowClient
+from rillflow.clients.ledgers import connect
 from rillflow.config import EngineConfig, Recipe
 from rillflow.engine.build import build_engine, follow
 from rillflow.engine.host import EngineHost, tell_busy
@@ -22,7 +23,6 @@ from rillflow.storage.spans import open_spans
 from rillflow.weights.delta.ahead import Ahead
 from rillflow.weights.models import DTYPES, pick_device
 from rillflow.weights.refresh import troubles
-from rillflow.wire import Client
 from rillflow.wire.collecting import keep_what_is_there
 from rillflow.wire.tokens import Keyring
 
@@ -55,7 +55,7 @@ async def run_engine(
     engines = {policy: build_engine(settings, exact=exact, logs=logs) for policy, settings in recipe.policies.items()}
     served = EngineHost(name, engines)
     service = EngineService(served, keyring)
-    dataflow = DataflowClient(Client(dataflow_url, token, peer="dataflow"))
+    dataflow = connect(dataflow_url, token)
     refreshers = [
         follow(
             policy,

@@ -19,6 +19,7 @@ from rillflow.config import Recipe
 from rillflow.errors import RunError
 from rillflow.resources.pool import Pool
 from rillflow.resources.workers import Worker
+from rillflow.types.ledgers import process_of
 
 Role = Literal["dataflow", "unit", "weights", "engine", "stage", "rollout", "trainer", "maintain"]
 
@@ -74,12 +75,28 @@ class Difference(NamedTuple):
     restart: list[tuple[Placed, Placed]]
 
 
+def ledgers(recipe: Recipe) -> list[Placed]:
+    """The dataflow services of a run, one for each ledger, the first one's first."""
+    numbers = range(recipe.dataflow.ledgers)
+    return [Placed(process_of(n), "dataflow", ("--ledger", str(n)) if n else ()) for n in numbers]
+
+
+def units(recipe: Recipe) -> list[Placed]:
+    """The storage units of all ledgers."""
+    indices = range(recipe.dataflow.units.count)
+    first = [Placed(name, "unit", ("--name", name)) for name in (f"unit-{index}" for index in indices)]
+    return first + [
+        Placed(name, "unit", ("--name", name, "--ledger", str(ledger)))
+        for ledger in range(1, recipe.dataflow.ledgers)
+        for name in (f"unit-{ledger}-{index}" for index in indices)
+    ]
+
+
 def services(recipe: Recipe) -> list[Placed]:
-    """Return the processes beside the dataflow service and the workers; they stay until those have ended."""
-    units = [f"unit-{index}" for index in range(recipe.dataflow.units.count)]
+    """Return the processes beside the dataflow services and the workers; they stay until those have ended."""
     engines = [f"engine-{index}" for index in range(recipe.rollout.engines)]
     return [
-        *(Placed(name, "unit", ("--name", name)) for name in units),
+        *units(recipe),
         *([Placed("weights", "weights")] if recipe.runtime.weights_server else []),
         *(Placed(name, "engine", ("--name", name)) for name in engines),
         *stages(recipe),

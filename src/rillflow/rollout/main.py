@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from rillflow.clients.dataflow import DataflowClient
+from rillflow.clients.ledgers import connect
 from rillflow.clients.units import UnitWriter
 from rillflow.config import Recipe
 from rillflow.contracts import SystemClock
@@ -29,7 +30,6 @@ from rillflow.rollout.node import Node
 from rillflow.rollout.push import FailureSender, Pusher
 from rillflow.rollout.rewards import LateRewards
 from rillflow.storage import read_json, startup, write_json
-from rillflow.wire import Client
 from rillflow.wire.collecting import keep_what_is_there
 from rillflow.wire.tokens import Keyring
 
@@ -120,7 +120,7 @@ async def _open(stack: AsyncExitStack, given: _Given, handover: Handover | None)
     late = LateRewards(clock)
     startup.doing("opening the workflow and its tools")
     cast = await stack.enter_async_context(open_cast(recipe, feed, given.folder))
-    dataflow = DataflowClient(Client(given.dataflow_url, given.token, peer="dataflow"))
+    dataflow = connect(given.dataflow_url, given.token)
     writer = UnitWriter(dataflow.units, given.token, segment_bytes=recipe.dataflow.units.segment_bytes)
     sessions = FileSessionLog(given.folder / "sessions")
     startup.doing("loading the model")

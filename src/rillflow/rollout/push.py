@@ -26,6 +26,7 @@ from rillflow.rollout.episode import EpisodeFailed
 from rillflow.rollout.rewards import RewardRules, check_parts, require_all
 from rillflow.storage.trajectories import TokenPath, Trajectory, TrajectoryInfo, described, encode_body
 from rillflow.types import Ack, CompleteTask, FailTask, Row, SampleMeta, TaskLease
+from rillflow.types.ledgers import ledger_of
 
 if TYPE_CHECKING:
     from rillflow.contracts import Buffer
@@ -98,7 +99,7 @@ class Pusher:
         """Push a trajectory whose policies have these `rewards`; a sample's own goes before its policy's. `end` is how
         the episode ended, if without an answer."""
         samples, payloads = pack(record, list(rewards), self._untrained, answer)
-        rows = await self._writer.put(payloads, PUSH_DEADLINE)
+        rows = await self._writer.put(payloads, PUSH_DEADLINE, ledger=ledger_of(lease.attempt))
         done = CompleteTask(
             task=lease.task.id,
             attempt=lease.attempt,

@@ -8,6 +8,7 @@ weights/         published versions             checkpoints/     trainers' own
 workers.json     workers, tags, assignments     timeline/        who did what when
 gateway/         sessions, one folder per node  tensorboard/     event files
 starting/        what each process does         trackers/        what each tracker was sent
+ledgers/         the second ledger, the third … of a run that has several
 trajectories.sqlite  episodes kept for people
 profiles/        torch's profiles of steps
 reward.png, summary.json at the end
@@ -37,8 +38,10 @@ from rillflow.resources.workers import WorkersFile
 from rillflow.storage import disk_errors, read_json, write_json
 from rillflow.storage.files import LockHeld, is_held, locked
 from rillflow.types import TokenScope
+from rillflow.types.ledgers import folder_of, process_of
 from rillflow.wire.tokens import Keyring, scoped_token
 
+_LEDGER = "ledger.sqlite"
 State = Literal["running", "finished", "stopped", "failed"]
 
 
@@ -60,7 +63,9 @@ class RunFolder:
         write_resolved(recipe, root / "recipe.yaml")
         # The token is the operator's, from which all others are made: only its owner may read it. The folder was made
         # closed; it gets the rights that new folders have here.
-        write_json(root / "run.json", {"token": secrets.token_urlsafe(32), "started": now, **_versions()}, private=True)
+        ledgers = recipe.dataflow.ledgers if isinstance(recipe, Recipe) else 1
+        known = {"token": secrets.token_urlsafe(32), "started": now, "ledgers": ledgers, **_versions()}
+        write_json(root / "run.json", known, private=True)
         os.chmod(root, (root / "logs").stat().st_mode & 0o777)
         return cls(root)
 
@@ -98,7 +103,16 @@ class RunFolder:
 
     @property
     def ledger(self) -> Path:
-        return self.root / "ledger.sqlite"
+        return self.root / _LEDGER
+
+    @property
+    def ledgers(self) -> list[Path]:
+        """The files of all ledgers of the run, the first one's first."""
+        return [folder_of(self.root, number) / _LEDGER for number in range(self._ledger_count)]
+
+    @property
+    def _ledger_count(self) -> int:
+        return int(read_json(self.root / "run.json").get("ledgers", 1))
 
     @property
     def metrics(self) -> Path:
@@ -141,6 +155,13 @@ class RunFolder:
     def endpoint(self, process: str) -> str | None:
         path = self.root / "endpoints" / f"{process}.json"
         return str(read_json(path)["url"]) if path.is_file() else None
+
+    @property
+    def address(self) -> str | None:
+        """Where the run's ledgers listen (`clients.ledgers`); None while one of them has not said so."""
+        urls = [self.endpoint(process_of(number)) for number in range(self._ledger_count)]
+        known = [url for url in urls if url is not None]
+        return ",".join(known) if len(known) == len(urls) else None
 
     def last_port(self, process: str) -> int:
         """Return the port a process had before, so that its peers find it again; 0 if it is new."""

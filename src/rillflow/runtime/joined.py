@@ -20,15 +20,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
-from rillflow.clients.dataflow import DataflowClient
 from rillflow.clients.joining import Joined, join, token_of
+from rillflow.clients.ledgers import connect
 from rillflow.config import Recipe
 from rillflow.errors import ConfigError, RunError
 from rillflow.rollout.leaving import Departure
 from rillflow.runtime.folder import RunFolder
 from rillflow.runtime.process import STOPPED, GiveUp, LoopWatchdog, leave, prepare, run_until_signal
 from rillflow.types import TokenScope
-from rillflow.wire import Client
 
 log = logging.getLogger(__name__)
 
@@ -136,7 +135,7 @@ def trainer_joined(options: JoinOptions, policy: str | None) -> int:
 
 
 async def _weights_key(joined: Joined) -> bytes:
-    client = DataflowClient(Client(joined.url, joined.token, peer="dataflow"))
+    client = connect(joined.url, joined.token)
     try:
         return await client.weights_key()
     finally:

@@ -1,5 +1,5 @@
-"""A whole run on this machine as supervised processes on loopback: dataflow service, storage units, engine processes if
-the recipe wants them, and the processes of the workers (rollout nodes, and a trainer for each policy).
+"""A whole run on this machine as supervised processes on loopback: dataflow services, storage units, engine processes
+if the recipe wants them, and the processes of the workers (rollout nodes, and a trainer for each policy).
 
 Tags may change while it runs (RUN/workers.json): nodes come, or drain and go; a trainer whose workers change writes a
 checkpoint and goes on from it. A node that cannot be kept alive is left out while others can do its work; any other
@@ -15,11 +15,13 @@ import threading
 import time
 from collections.abc import Callable, Coroutine
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any
 
 from rillflow.clients.dataflow import DataflowClient
+from rillflow.clients.ledgers import connect
 from rillflow.errors import BadRequest, DeadlineExceeded, RillflowError, RunError, StorageError, WireError
-from rillflow.resources.placement import Placed, maintainers, services
+from rillflow.resources.placement import Placed, ledgers, maintainers, services
 from rillflow.resources.workers import measured, with_rooflines
 from rillflow.runtime.early import MODULES, EarlyServer, available
 from rillflow.runtime.folder import RunFolder
@@ -30,8 +32,7 @@ from rillflow.runtime.process import STOP_SIGNALS, bind_host, ignored, was_asked
 from rillflow.runtime.reconcile import Reconciler
 from rillflow.runtime.supervisor import ProcessSpec, Supervised, Supervisor
 from rillflow.storage.startup import Starting, starting
-from rillflow.types import GOOD_ENDS, TARGET_REACHED, LookEngines, RetireNode, Status
-from rillflow.wire import Client
+from rillflow.types import DONE, GOOD_ENDS, OUT_OF_PROMPTS, TARGET_REACHED, LookEngines, RetireNode, Status
 
 log = logging.getLogger(__name__)
 
@@ -46,6 +47,7 @@ _RETIRE_PATIENCE = 30.0
 _NODE_GRACE = 3.0
 _HEAVY = ("engine", "rollout", "stage", "trainer")  # the roles that import torch
 _DASHBOARD = "dashboard"
+_SEEN_BY_ALL = (DONE, OUT_OF_PROMPTS)  # every ledger hears of every step, and that none of them has prompts left
 
 
 def ended_well(status: Status) -> bool:
@@ -170,7 +172,8 @@ class LocalRun:
         status = await self._follow(self._client)
         await self._workers.close()
         # Trainers and nodes see the end themselves and finish what they write; the others stay for them.
-        await self.supervisor.finish(_END_GRACE, keep={"dataflow", _DASHBOARD, *(process.name for process in around)})
+        stay = {process.name for process in (*ledgers(self._recipe), *around)}
+        await self.supervisor.finish(_END_GRACE, keep=stay | {_DASHBOARD})
         await self._say_goodbye(self._client)
         return status
 
@@ -268,21 +271,25 @@ class LocalRun:
     # ------------------------------------------------------------ the service
 
     async def _start_dataflow(self) -> DataflowClient:
-        await settle_port(self._folder)
-        process = self._launch(Placed("dataflow", "dataflow", ("--resume",) if self._resume else ()))
+        """Start the service of every ledger; returns a client of all of them."""
+        started = []
+        for process in ledgers(self._recipe):
+            await settle_port(self._folder, process.name)
+            options = (*process.options, "--resume") if self._resume else process.options
+            started.append(self._launch(replace(process, options=options)))
         deadline = asyncio.get_running_loop().time() + self._recipe.runtime.start_timeout
         while asyncio.get_running_loop().time() < deadline:
             self.supervisor.check()
             self._on_starting(self._starting())
-            url = self._folder.endpoint("dataflow")
-            if url is not None and process.pid is not None and (client := await self._reached(url)):
+            address = self._folder.address if all(process.pid is not None for process in started) else None
+            if address is not None and (client := await self._reached(address)):
                 return client
             await asyncio.sleep(0.05)
-        raise RunError("the dataflow service did not start in time", f"see {process.log_path}")
+        raise RunError("the dataflow service did not start in time", f"see {started[0].log_path}")
 
-    async def _reached(self, url: str) -> DataflowClient | None:
-        """Return a client of the service at `url`, once it answers."""
-        client = DataflowClient(Client(url, self._folder.token, peer="dataflow"))
+    async def _reached(self, address: str) -> DataflowClient | None:
+        """Return a client of the run at `address`, once it answers."""
+        client = connect(address, self._folder.token)
         try:
             await client.status(deadline=1.0)
         except BaseException as error:
@@ -305,17 +312,34 @@ class LocalRun:
             except DeadlineExceeded:
                 log.warning("waiting for the dataflow service to answer")
                 if clock() - heard > patience:
-                    log.error("the dataflow service has not answered for %.0f s: killed", patience)
-                    self.supervisor.kill("dataflow")
+                    await self._kill_silent(patience)
                     heard = clock()
                 continue
             heard = clock()
+            await self._end_together(client, status)
             self._on_status(status)
             self._note_progress(status)
             self._heed_goodbyes(status)
             if status.phase == "ended":
                 return status
             await asyncio.sleep(POLL)
+
+    async def _kill_silent(self, patience: float) -> None:
+        """Kill the services that do not answer; the supervisor starts them again."""
+        for process in ledgers(self._recipe):
+            url = self._folder.endpoint(process.name)
+            client = await self._reached(url) if url is not None else None
+            if client is None:
+                log.error("the service %s has not answered for %.0f s: killed", process.name, patience)
+                self.supervisor.kill(process.name)
+            else:
+                await client.close()
+
+    async def _end_together(self, client: DataflowClient, status: Status) -> None:
+        """Stop the other ledgers where one has ended for a reason that they do not see themselves."""
+        if self._recipe.dataflow.ledgers > 1 and status.phase == "finishing" and status.reason not in _SEEN_BY_ALL:
+            with suppress(RillflowError):  # asked again with the next status
+                await client.stop(status.reason)
 
     def _starting(self) -> list[Starting]:
         """Return the processes that are starting or restarting. The run does not wait for optional ones."""
@@ -343,15 +367,15 @@ class LocalRun:
             self._folder.set_state("failed", status.reason)
 
 
-async def settle_port(folder: RunFolder, patience: float = _PORT_PATIENCE) -> None:
-    """Choose the dataflow service's port: the earlier one, or another if a different program holds it.
+async def settle_port(folder: RunFolder, process: str = "dataflow", patience: float = _PORT_PATIENCE) -> None:
+    """Choose a dataflow service's port: the earlier one, or another if a different program holds it.
 
     Only for the start of a run: later the service's peers use the earlier address.
     """
-    port, deadline = folder.last_port("dataflow"), time.monotonic() + patience
+    port, deadline = folder.last_port(process), time.monotonic() + patience
     while port and not _is_free(bind_host(folder.recipe), port):
         if time.monotonic() >= deadline:
-            folder.forget_endpoint("dataflow")
+            folder.forget_endpoint(process)
             return
         await asyncio.sleep(0.1)
 

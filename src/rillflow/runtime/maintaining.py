@@ -76,6 +76,11 @@ async def place_at(url: str, token: str, folder: Path) -> Place:
 async def maintainer(
     place: Place, *, dry_run: bool = False, follow: bool = True, say: Callable[[Line], None] = lambda line: None
 ) -> AsyncIterator[Maintainer]:
+    if place.recipe.dataflow.ledgers > 1:
+        raise ConfigError(
+            "a run with several ledgers has no report of its balance",
+            "start and retire nodes by hand, or with one ledger",
+        )
     scaling = place.recipe.resources.scaling
     if dry_run:
         scaling = scaling.model_copy(update={"dry_run": True})

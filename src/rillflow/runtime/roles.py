@@ -28,6 +28,7 @@ from rillflow.runtime.process import (
 )
 from rillflow.storage import startup
 from rillflow.storage.spans import open_spans
+from rillflow.types.ledgers import process_of
 
 if TYPE_CHECKING:
     from rillflow.config import Recipe
@@ -42,13 +43,14 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 PREDECESSOR_WAIT = 15.0
 
 
-def dataflow_role(folder: RunFolder, *, resume: bool = False) -> int:
-    """Run the dataflow service. `resume` continues a run that ended before it had finished."""
-    startup.report_to(folder.root, "dataflow", "opening the ledger")
+def dataflow_role(folder: RunFolder, *, ledger: int = 0, resume: bool = False) -> int:
+    """Serve the ledger of this number. `resume` continues a run that ended before it had finished."""
+    recipe, name = folder.recipe, process_of(ledger)
+    _check_ledger(recipe, ledger)
+    startup.report_to(folder.root, name, "opening the ledger")
     from rillflow.dataflow.main import serve
 
-    recipe = folder.recipe
-    port = recipe.runtime.port or folder.last_port("dataflow")
+    port = recipe.runtime.port + ledger if recipe.runtime.port else folder.last_port(name)
 
     async def main() -> None:
         await serve(
@@ -57,14 +59,20 @@ def dataflow_role(folder: RunFolder, *, resume: bool = False) -> int:
             folder.token,
             host=bind_host(recipe),
             port=port,
-            on_ready=startup.and_ready(lambda url: folder.publish_endpoint("dataflow", url)),
+            on_ready=startup.and_ready(lambda url: folder.publish_endpoint(name, url)),
+            ledger=ledger,
             resume=resume,
             group_reward=_group_reward(recipe),
         )
 
     prepare()
-    with folder.locked("dataflow", PREDECESSOR_WAIT):
+    with folder.locked(name, PREDECESSOR_WAIT):
         return run_until_signal(main())
+
+
+def _check_ledger(recipe: Recipe, ledger: int) -> None:
+    if not 0 <= ledger < recipe.dataflow.ledgers:
+        raise RunError(f"there is no ledger {ledger} in this run", f"it has {recipe.dataflow.ledgers}, from 0")
 
 
 def _group_reward(recipe: Recipe) -> GroupReward | None:
@@ -76,12 +84,13 @@ def _group_reward(recipe: Recipe) -> GroupReward | None:
     return load_group_reward(recipe.reward)
 
 
-def unit_role(folder: RunFolder, name: str) -> int:
+def unit_role(folder: RunFolder, name: str, *, ledger: int = 0) -> int:
+    """A storage unit, which keeps rows of the ledger of this number."""
+    recipe = folder.recipe
     _check_name(name)
+    _check_ledger(recipe, ledger)
     startup.report_to(folder.root, name, "importing")
     from rillflow.dataflow.units.main import serve_unit
-
-    recipe = folder.recipe
 
     async def main() -> None:
         await serve_unit(
@@ -89,7 +98,7 @@ def unit_role(folder: RunFolder, name: str) -> int:
             folder.root,
             name,
             folder.token_of("unit"),
-            await wait_for_endpoint(folder, "dataflow"),
+            await wait_for_endpoint(folder, process_of(ledger)),
             keyring=folder.keyring,
             host=bind_host(recipe),
             port=0,  # its peers get its present address from the dataflow service
@@ -135,7 +144,7 @@ def engine_role(folder: RunFolder, name: str) -> int:
         await run_engine(
             name,
             recipe,
-            dataflow_url=await wait_for_endpoint(folder, "dataflow"),
+            dataflow_url=await wait_for_run(folder),
             token=folder.token_of("node"),
             keyring=folder.keyring,
             weights=folder.root / "weights",
@@ -157,7 +166,7 @@ def rollout_role(folder: RunFolder, name: str) -> int:
     _use_threads(recipe.runtime.threads)
 
     async def main() -> None:
-        url = await wait_for_endpoint(folder, "dataflow")
+        url = await wait_for_run(folder)
         watchdog = asyncio.create_task(LoopWatchdog(recipe.rollout.episode_timeout).run())
         try:
             await run_node(
@@ -193,7 +202,7 @@ def stage_role(folder: RunFolder, stage: str, *, policy: str | None = None, name
     _use_threads(recipe.runtime.threads)
 
     async def main() -> None:
-        url = await wait_for_endpoint(folder, "dataflow")
+        url = await wait_for_run(folder)
         with closing(open_spans(folder.root, name)) as spans:
             await run_stage(recipe, policy, stage, dataflow_url=url, token=folder.token_of("stage"), spans=spans)
 
@@ -278,7 +287,7 @@ def _one_rank(folder: RunFolder, policy: str, place: Place, playing: frozenset[i
 
     recipe = folder.recipe
     _use_threads(recipe.runtime.threads)
-    url = asyncio.run(wait_for_endpoint(folder, "dataflow"))
+    url = asyncio.run(wait_for_run(folder))
     plays = place.rank in playing
 
     def train(generator: Generator | None = None) -> bool:
@@ -334,6 +343,13 @@ def _use_threads(threads: int) -> None:
 
     if threads:
         torch.set_num_threads(threads)
+
+
+async def wait_for_run(folder: RunFolder) -> str:
+    """Return the run's address (`clients.ledgers`) once all ledgers listen; RunError when one does not in time."""
+    recipe = folder.recipe
+    urls = [await wait_for_endpoint(folder, process_of(number)) for number in range(recipe.dataflow.ledgers)]
+    return ",".join(urls)
 
 
 async def wait_for_endpoint(folder: RunFolder, process: str) -> str:

@@ -16,7 +16,7 @@ from contextlib import asynccontextmanager
 
 import numpy as np
 
-from rillflow.clients.dataflow import DataflowClient
+from rillflow.clients.ledgers import connect
 from rillflow.clients.payloads import Arrays, DamagedRows, PayloadReader
 from rillflow.clients.units import UnitWriter
 from rillflow.config import Recipe
@@ -28,7 +28,6 @@ from rillflow.storage.spans import NoSpans, Spans
 from rillflow.trainer.batches import Databuffer, columns_of, make_rows, payload_name
 from rillflow.trainer.remote_stream import Renewal
 from rillflow.types import Batch, CommitStage, LeaseStage, LoseRows, Row, SampleColumns
-from rillflow.wire import Client
 
 log = logging.getLogger(__name__)
 
@@ -64,7 +63,7 @@ class StageWorker:
         self._clock = clock or SystemClock()
         self._heard = self._clock.monotonic()
         self._spans = spans or NoSpans()
-        self._dataflow = DataflowClient(Client(dataflow_url, token, peer="dataflow"))
+        self._dataflow = connect(dataflow_url, token)
         self._reader = PayloadReader(self._dataflow.units, token)
         self._writer = UnitWriter(self._dataflow.units, token, segment_bytes=recipe.dataflow.units.segment_bytes)
         self._thread = ThreadPoolExecutor(1, f"stage-{name}")  # torch keeps what it has set up by thread

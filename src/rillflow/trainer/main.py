@@ -20,7 +20,7 @@ from urllib.parse import urlsplit
 
 from prometheus_client import CollectorRegistry, Gauge
 
-from rillflow.clients.dataflow import DataflowClient
+from rillflow.clients import ledgers
 from rillflow.clients.payloads import PayloadReader
 from rillflow.config import Recipe
 from rillflow.contracts import Generator
@@ -45,7 +45,7 @@ from rillflow.weights.manifest import key_of
 from rillflow.weights.models import DTYPES
 from rillflow.weights.transport.serve import FolderShelf, WeightService
 from rillflow.weights.transport.upload import uploader
-from rillflow.wire import Client, LoopThread, Service
+from rillflow.wire import LoopThread, Service
 from rillflow.wire.collecting import keep_what_is_there
 from rillflow.wire.tokens import Keyring, scoped_token
 
@@ -141,7 +141,7 @@ class _Wire:
         self.weights_url = ""  # set if this process serves its weights
         self.thread = LoopThread("trainer-wire")
         self.service = Service(f"trainer-{policy}", access.keyring)
-        self.dataflow = DataflowClient(Client(dataflow_url, access.token, peer="dataflow"))
+        self.dataflow = ledgers.connect(dataflow_url, access.token)
         self.reader = PayloadReader(self.dataflow.units, access.token)
 
     def __enter__(self) -> Self:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from rillflow.types.base import Finite, Phase, Wire
+from rillflow.types.tasks import Ack
 from rillflow.types.units import Row
 
 
@@ -11,7 +12,8 @@ class LeaseBatch(Wire, frozen=True):
 
     A batch is served whole (`least` 0), or as a stream: each ask under the same attempt names the groups it `have`s
     and is answered with the next ones as soon as `least` of them are ready. Ranks that share a trainer ask under the
-    same attempt and each get their own part of every answer, balanced by tokens.
+    same attempt and each get their own part of every answer, balanced by tokens. `spent` tells one of several ledgers
+    that none of them has anything left.
     """
 
     policy: str
@@ -24,6 +26,7 @@ class LeaseBatch(Wire, frozen=True):
     least: int = 0
     rank: int = 0
     ranks: int = 1
+    spent: bool = False
 
 
 class BatchSample(Wire, frozen=True):
@@ -81,11 +84,13 @@ class RenewBatch(Wire, frozen=True):
 
 
 class BatchReply(Wire, frozen=True):
-    """`batch` is None when none became ready in time or when the run has ended; `waiting_for` says which."""
+    """`batch` is None when none became ready in time or when the run has ended; `waiting_for` says which. `spent`: all
+    prompts of this ledger have been admitted and have ended."""
 
     batch: Batch | None
     phase: Phase
     waiting_for: str = ""
+    spent: bool = False
 
 
 class KeptTokens(Wire, frozen=True):
@@ -104,11 +109,34 @@ class KeptTokens(Wire, frozen=True):
     logprobs: bytes
 
 
+class StepPart(Wire, frozen=True):
+    """What one of several ledgers says of a step: the numbers of its own part of the batch.
+
+    `reward` and `flat` are means over the `played` groups that became complete since the last step, `staleness` over
+    the samples, `measured` over the `groups` of the part. `counters` are those of the ledger.
+    """
+
+    groups: int
+    samples: int
+    tokens: int
+    played: int
+    reward: Finite
+    flat: Finite
+    staleness: Finite
+    stalest: int
+    replayed: int
+    measured: dict[str, Finite]
+    counters: dict[str, int]
+
+
 class CommitBatch(Wire, frozen=True):
     """The optimizer step on `batch` produced `version`, already published. Trained and version move together.
 
     `restorable` is the oldest version of which this trainer keeps a checkpoint: the batches of it and of earlier
     versions are never asked for again. `kept` is only for the trajectories that people read.
+
+    A run of several ledgers commits to each of them. `batch` is empty for a ledger that gave nothing to the step.
+    `parts` are those of the other ledgers, which commit before the first one.
     """
 
     policy: str
@@ -121,6 +149,13 @@ class CommitBatch(Wire, frozen=True):
     wait_seconds: Finite
     restorable: int = 0
     kept: list[KeptTokens] = []
+    parts: list[StepPart] = []
+
+
+class Committed(Ack, frozen=True):
+    """`part` is told by one of several ledgers, not by the first."""
+
+    part: StepPart | None = None
 
 
 class JoinTrainer(Wire, frozen=True):

@@ -13,7 +13,8 @@ class RunRecipe(Wire, frozen=True):
     `version` is that of the Rillflow that serves the run. `weights` is the address of the run's weight server, or
     empty. `trainers` are the addresses at which trainers elsewhere serve their weights, by policy. `folder` is the run
     folder, which a process on the same host may read. `digests` are those of the run's tokens, by scope: with them a
-    process recognises tokens that it does not hold (`wire.tokens.Keyring`).
+    process recognises tokens that it does not hold (`wire.tokens.Keyring`). `ledgers` are the URLs of the
+    run's ledgers, in order, if it has several; empty until all of them listen.
     """
 
     recipe: dict[str, Any]
@@ -22,6 +23,7 @@ class RunRecipe(Wire, frozen=True):
     folder: str
     digests: dict[TokenScope, str]
     trainers: dict[str, str] = {}
+    ledgers: list[str] = []
 
 
 class WeightsKey(Wire, frozen=True):

@@ -11,6 +11,7 @@ from rillflow.types.batches import (
     BatchReply,
     CommitBatch,
     CommitStage,
+    Committed,
     JoinTrainer,
     LeaseBatch,
     LeaseStage,
@@ -46,7 +47,7 @@ class Dataflow:
         again="names the incarnation, whose first answer is repeated",
     )  # fmt: skip
     lease_batch = post("/batches/lease", LeaseBatch, BatchReply, "trainer", summary="Lease a batch, or wait for one")
-    commit = post("/batches/commit", CommitBatch, Ack, "trainer", summary="Commit the step of a batch")
+    commit = post("/batches/commit", CommitBatch, Committed, "trainer", summary="Commit the step of a batch")
     renew_batch = post("/batches/renew", RenewBatch, Ack, "trainer", "stage", summary="Renew the lease of a batch")
     lease_stage = post("/stages/lease", LeaseStage, BatchReply, "stage", summary="Lease groups for a stage")
     commit_stage = post("/stages/commit", CommitStage, Ack, "stage", summary="Commit the columns of a stage")

@@ -41,7 +41,7 @@ class UnitInfo(Wire, frozen=True):
 
     `path` is the folder of its segments, or empty. A process on the same host that can open it reads and writes there
     directly, with the unit's `durability`. `load` counts the bytes that wait or were written recently, `free` the bytes
-    left.
+    left. `ledger` is the number of the ledger whose rows it keeps.
     """
 
     unit: str
@@ -51,6 +51,7 @@ class UnitInfo(Wire, frozen=True):
     load: Finite = 0.0
     free: int = 0
     durability: Durability = "process"
+    ledger: int = 0
 
 
 class UnitBeat(Wire, frozen=True):

@@ -20,6 +20,7 @@ from rillflow.contracts import Clock, SystemClock
 from rillflow.errors import BadRequest, StorageError
 from rillflow.storage import read_json, write_json
 from rillflow.types import Ack, AskTurn, EngineInfo, Engines, LookEngines, RunRecipe, TellFetch, TurnReply, WeightsKey
+from rillflow.types.ledgers import process_of
 from rillflow.types.routes import Updates
 from rillflow.wire import Service
 from rillflow.wire.news import News
@@ -47,7 +48,13 @@ class Invitation:
             folder=str(self._folder.resolve()),
             digests=self._keyring.digests,
             trainers={policy: url for policy in self._recipe["policies"] if (url := self._url(f"weights-{policy}"))},
+            ledgers=self._ledgers(),
         )
+
+    def _ledgers(self) -> list[str]:
+        count = self._recipe["dataflow"]["ledgers"]
+        urls = [self._url(process_of(number)) for number in range(count)] if count > 1 else []
+        return urls if all(urls) else []
 
     def serves(self, policy: str, url: str) -> None:
         """Record where the trainer of `policy` serves its weights; empty: they are in the run's folder."""

@@ -69,6 +69,27 @@ async def test_recipe_and_weights_come_from_the_service(tmp_path):
     assert joined.url == url
 
 
+async def test_a_run_of_several_ledgers_is_joined_at_all_of_them(tmp_path):
+    urls = ["http://0.0.0.0:1", "http://far:2"]
+    async with inviting(told("dataflow.ledgers=2", ledgers=urls)) as url:
+        joined = await join(url, TOKEN, tmp_path)
+        unit = await join(url, TOKEN, tmp_path, scope="unit")
+    assert joined.url == "http://127.0.0.1:1,http://far:2"
+    assert unit.url == url, "it keeps rows of the ledger that it was sent to"
+    async with inviting(told("dataflow.ledgers=2")) as url:
+        with pytest.raises(RunError, match="not all ledgers"):
+            await join(url, TOKEN, tmp_path)
+
+
+async def test_where_the_ledgers_listen_is_told_once_all_do(tmp_path):
+    recipe = load_recipe("quickstart", ["dataflow.ledgers=2"])
+    invitation = Invitation(recipe, tmp_path, KEYRING)
+    (tmp_path / "endpoints").mkdir()
+    for process, expected in (("dataflow", []), ("dataflow-1", ["http://dataflow", "http://dataflow-1"])):
+        (tmp_path / "endpoints" / f"{process}.json").write_text(json.dumps({"url": f"http://{process}"}))
+        assert invitation.answer().ledgers == expected
+
+
 async def test_a_source_of_its_own_is_kept(tmp_path):
     async with inviting(told("policies.agent.weights.source=http://relay:2", weights="")) as url:
         joined = await join(url, TOKEN, tmp_path)

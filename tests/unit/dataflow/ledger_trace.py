@@ -140,6 +140,8 @@ VIEWS = {
     "events": "SELECT seq, line FROM events",
     "meta": "SELECT key, value FROM meta WHERE key IN ('phase', 'reason', 'last_failure', 'notes', 'staleness')",
 }
+# Fields that answers have got since the traces were recorded; one ledger alone has nothing to say in them.
+_SINCE = [("spent", False), ("part", None)]
 _JSON = {"metrics", "versions", "stats", "line", "value"}
 Call = tuple[str, Any]  # a name, and what it is given in plain values
 
@@ -268,7 +270,7 @@ def make(world: World, call: Call) -> tuple[Any, Any]:
     if name == "complete_many":
         told = [type(one).__name__ if isinstance(one, RillflowError) else msgspec.to_builtins(one) for one in answer]
         return answer, plain(told)
-    told = plain(msgspec.to_builtins(answer))
+    told = plain({key: value for key, value in msgspec.to_builtins(answer).items() if (key, value) not in _SINCE})
     if name == "commit_batch":
         told = [told, plain(_kept(world, request))]
     return answer, told

@@ -27,6 +27,7 @@ from rillflow.errors import CorruptData, DataError
 from rillflow.storage import SegmentReader
 from rillflow.storage.records import Place
 from rillflow.storage.trajectories import FILE, Trajectories, conversation
+from rillflow.types.ledgers import folder_of
 
 _UNITS = "units"
 _TRANSCRIPT = "transcript"
@@ -72,11 +73,12 @@ class Collected:
 
 def collect(recipe: Recipe, folder: Path) -> Collected:
     """All training episodes of the run in `folder` that can still be read."""
-    ledger = folder / LEDGER
-    if not ledger.is_file():
-        raise DataError(f"{folder} has no ledger", "give the folder of a run that has played episodes")
-    with closing(sqlite3.connect(f"file:{ledger}?mode=ro", uri=True)) as database:
-        rows = database.execute(_EPISODES).fetchall()
+    rows: list[Any] = []
+    for ledger in (folder_of(folder, number) / LEDGER for number in range(recipe.dataflow.ledgers)):
+        if not ledger.is_file():
+            raise DataError(f"{folder} has no ledger", "give the folder of a run that has played episodes")
+        with closing(sqlite3.connect(f"file:{ledger}?mode=ro", uri=True)) as database:
+            rows += database.execute(_EPISODES).fetchall()
     source = open_sources(recipe.data.prompts, seed=recipe.seed, shuffle=recipe.data.shuffle)
     episodes: list[Played] = []
     gone = empty = 0

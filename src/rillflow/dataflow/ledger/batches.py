@@ -122,18 +122,22 @@ class Batches(Part):
         take = _how_many(len(ready), ask.groups - len(replayed), ask.least, last)
         if take is None or (not replayed and take == 0):
             return None
-        number = self._db.counter("batches")
+        row = self._insert(ask, ask.version, ask.groups, ask.least)
+        return self._add(row, replayed, self._pick(row, ready, take), last)
+
+    def _insert(self, asker: LeaseBatch | CommitBatch, version: int, wanted: int, least: int) -> BatchRow:
+        """Write a new batch without members."""
+        batch = f"{self._rules.mark}b{self._db.counter('batches'):06d}"
         self._db.count("batches")
         self._db.run(
             "INSERT INTO batches (id, policy, attempt, incarnation, version, wanted, least, deadline, leased_at) "
             "VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)",
             (
-                *(f"b{number:06d}", ask.policy, ask.attempt, ask.incarnation, ask.version, ask.groups, ask.least),
+                *(batch, asker.policy, asker.attempt, asker.incarnation, version, wanted, least),
                 *(self._deadline(), self._clock.now()),
             ),
         )
-        row = self._row(f"b{number:06d}")
-        return self._add(row, replayed, self._pick(row, ready, take), last)
+        return self._row(batch)
 
     def _grow(self, row: BatchRow, last: bool) -> BatchRow:
         """Add what is ready, as one part, when that is enough."""
@@ -240,13 +244,26 @@ class Batches(Part):
             (news.version, self._clock.now(), row.id),
         )
         self._groups.close(*self._shares.train(news.policy, row.id, news.version))
-        self._steps.write(news, parent)
+        self._steps.write(news, row.id, parent)
         replayer = self._hooks.replayer
         self._shares.let_go_of_trained(news.policy, news.restorable, replayer.pool if replayer else 0)
         return True
 
+    def _named(self, news: CommitBatch) -> BatchRow | None:
+        """Return the batch that is to be committed. One of several ledgers that gave nothing to the step has an empty
+        one, so that every step is in every ledger."""
+        if news.batch or self._rules.ledgers == 1:
+            return self._db.row(BatchRow, f"{_BATCH} WHERE id = ?", (news.batch,))
+        row = self._db.row(BatchRow, f"{_BATCH} WHERE attempt = ?", (news.attempt,))
+        if row is None:
+            row = self._insert(news, self._lineage.head(news.policy), 0, 0)
+            return self._add(row, [], [], last=True)
+        if row.members:
+            raise BadRequest(f"batch {row.id} of this attempt has groups", "name the batch that was leased")
+        return row
+
     def _committable(self, news: CommitBatch) -> BatchRow | None:
-        row = self._db.row(BatchRow, f"{_BATCH} WHERE id = ?", (news.batch,))
+        row = self._named(news)
         if row is None or row.attempt != news.attempt or row.policy != news.policy:
             raise LeaseLost(f"there is no batch {news.batch!r:.80} of this attempt", _HINT)
         if row.state == "committed" and row.produced == news.version:

@@ -5,6 +5,8 @@ that was stopped keeps what is outstanding, so that it can be resumed; a run tha
 
 A run that reaches its target is finishing, too: it leases no batch and plays no evaluation any more, and ends when the
 batches that trainers work on have been committed or given back. It never ends with a step half done.
+
+One of several ledgers that has no prompts left trains on, with nothing, until none of them has any: a trainer tells it.
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ from typing import TYPE_CHECKING
 from rillflow.contracts import PromptSource
 from rillflow.dataflow.hooks import Hooks
 from rillflow.dataflow.ledger.database import Base, Part
-from rillflow.dataflow.ledger.streams import SKIPPED_IN_A_ROW
+from rillflow.dataflow.ledger.streams import ELSEWHERE, SKIPPED_IN_A_ROW
 from rillflow.dataflow.ledger.tables import NEWEST, Share
 from rillflow.dataflow.ledger.tasks import FAILURES_IN_A_ROW
 from rillflow.types import DONE, GOOD_ENDS, OUT_OF_PROMPTS, TARGET_REACHED, JoinTrainer, Phase
@@ -130,7 +132,7 @@ class Course(Part):
             self._finish(TARGET_REACHED)
         elif not self._parts.lineage.unfinished():
             self._finish(DONE)
-        elif self.exhausted and self._parts.groups.outstanding == 0:
+        elif self.spent and self._rules.ledgers == 1:
             self._finish(OUT_OF_PROMPTS)
         else:
             self._parts.streams.trim()
@@ -138,6 +140,12 @@ class Course(Part):
             self.admit()
             return "training"
         return self.phase
+
+    def run_out(self) -> None:
+        """No ledger of the run has anything left, as a trainer says."""
+        if self.phase == "training" and self.spent:
+            self._finish(OUT_OF_PROMPTS)
+            self.advance()
 
     def _finish(self, reason: str) -> None:
         """Train no further: play the final evaluation, or none where the target has been reached."""
@@ -165,28 +173,38 @@ class Course(Part):
         return self._db.counter("cursor") >= self._end
 
     @property
+    def spent(self) -> bool:
+        """Whether all epochs have been admitted and all of it has ended."""
+        return self.exhausted and self._parts.groups.outstanding == 0
+
+    @property
     def _end(self) -> int:
         """The position after the last epoch's last prompt."""
         return NEWEST if self._rules.epochs is None else self._rules.epochs * self._source.length
 
     def admit(self) -> int:
-        room, skipped = self._parts.streams.room(), 0
+        room, skipped, elsewhere = self._parts.streams.room(), 0, 0
         if room < 1:
             return 0
         admitted: list[int] = []
-        first = self._db.counter("cursor")
-        while len(admitted) < room and skipped < _MOST_SKIPPED and first + len(admitted) + skipped < self._end:
-            index = first + len(admitted) + skipped
-            wanted = self._hooks.admits(self._source.at(index), index)
+        for index in range(self._db.counter("cursor"), self._end):
+            if len(admitted) == room or skipped + elsewhere == _MOST_SKIPPED:
+                break
+            prompt = self._source.at(index)
+            if not self._rules.owns(prompt.id):
+                elsewhere += 1
+                continue
+            wanted = self._hooks.admits(prompt, index)
             if wanted is None:
                 break
             if wanted:
                 admitted.append(index)
             else:
                 skipped += 1
-        self._db.count("cursor", len(admitted) + skipped)
+        self._db.count("cursor", len(admitted) + skipped + elsewhere)
         self._db.count("skipped", skipped)
         self._db.count(SKIPPED_IN_A_ROW, skipped)
+        self._db.count(ELSEWHERE, elsewhere)
         if admitted:
             self._parts.groups.create("train", admitted, size=self._rules.group_size)
             self._db.clear_counter(SKIPPED_IN_A_ROW)

@@ -89,7 +89,7 @@ class Groups(Part):
 
     def create(self, lane: Lane, indices: Iterable[int], *, size: int, number: int = 0, step: int = 0) -> None:
         """Admit the prompts at these positions; `number` and `step` are those of their evaluation round."""
-        prefix, now = "t" if lane == "train" else f"e{number}.", self._clock.now()
+        prefix, now = self._rules.mark + ("t" if lane == "train" else f"e{number}."), self._clock.now()
         groups = [
             PlayingGroup(f"{prefix}{index:06d}", lane, number, index, self._sources[lane].at(index).id)
             for index in indices

@@ -27,6 +27,7 @@ from rillflow.types import (
     BatchReply,
     CommitBatch,
     CommitStage,
+    Committed,
     CompleteTask,
     FailTask,
     Heartbeat,
@@ -120,6 +121,23 @@ class Ledger(Parts):
                 "restore the prompts that the run was started with",
             )
         self.db.set_meta("prompts", now)
+        self._check_place()
+
+    def _check_place(self) -> None:
+        """Every ledger of a run has prompts, and they stay in it."""
+        now = [self.rules.ledger, self.rules.ledgers]
+        before = self.db.meta("ledger", now)
+        if before != now:
+            raise DataError(
+                f"this is ledger {before[0]} of {before[1]}, and is opened as ledger {now[0]} of {now[1]}",
+                "a run keeps the number of ledgers that it was started with (dataflow.ledgers)",
+            )
+        self.db.set_meta("ledger", now)
+        if not any(self.rules.owns(self._source.at(index).id) for index in range(self._source.length)):
+            raise DataError(
+                f"none of the {self._source.length} prompts belongs to ledger {now[0]} of {now[1]}",
+                "set dataflow.ledgers lower: prompts are divided by the hash of their ids",
+            )
 
     def _restore_hooks(self) -> None:
         self._hooks.restore(tuple(row) for row in self.db.all("SELECT hook, key, value FROM hook_state"))
@@ -347,10 +365,13 @@ class Ledger(Parts):
     def lease_batch(self, ask: LeaseBatch) -> BatchReply:
         with self.db.change():
             self.lineage.check_trainer(ask.policy, ask.incarnation)
+            if ask.spent:
+                self.course.run_out()
             grows, last = self.course.serves(ask.policy), self.course.last(ask.policy)
             batch = self.batches.serve(ask, may_grow=grows, last=last)
             waiting_for = "" if batch else self.waiting_for(ask.policy, ask.groups)
-            return BatchReply(batch=batch, phase=self.phase, waiting_for=waiting_for)
+            spent = batch is None and self.rules.ledgers > 1 and self.course.spent
+            return BatchReply(batch=batch, phase=self.phase, waiting_for=waiting_for, spent=spent)
 
     def renew_batch(self, ask: RenewBatch) -> Ack:
         """The holder of a batch, or of a stage's, still works on it; LeaseLost when it is no longer the holder."""
@@ -375,7 +396,7 @@ class Ledger(Parts):
         """Describe what the policy's trainer waits for when it asks for `groups` groups."""
         return self.course.waiting_for(policy, groups)
 
-    def commit_batch(self, news: CommitBatch) -> Ack:
+    def commit_batch(self, news: CommitBatch) -> Committed:
         with self.db.change():
             self.lineage.check_trainer(news.policy, news.incarnation)
             if self.batches.commit(news):
@@ -385,7 +406,7 @@ class Ledger(Parts):
                     self.streams.refuse_stale(stream, between_steps=stream == news.policy)
                 self.balances.after_commit(news.policy)
                 self.advance()
-            return Ack(accepted=True)
+            return Committed(accepted=True, part=self.steps.told(news.version) if self.rules.ledger else None)
 
     def join_trainer(self, ask: JoinTrainer) -> TrainerJoined:
         """Begin a new incarnation of a trainer from a checkpoint. Batches committed after it return to the stream."""

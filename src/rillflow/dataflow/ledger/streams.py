@@ -20,6 +20,7 @@ from rillflow.dataflow.ledger.versions import Lineage
 from rillflow.dataflow.rules import PolicyRules
 
 SKIPPED_IN_A_ROW = "skipped_in_a_row"  # the counter of prompts that curators passed over since the last admitted one
+ELSEWHERE = "elsewhere"  # the counter of prompts that belong to other ledgers of the run
 _MANY_SKIPPED = 1000
 _DEAD = "EXISTS (SELECT 1 FROM orphans o WHERE o.policy = s.producer AND o.low < s.newest AND s.oldest <= o.high)"
 

@@ -1,0 +1,251 @@
+"""Several ledgers of one run behind the calls of one.
+
+A run's address is the URLs of its ledgers, in order, joined by commas. `connect` makes a client of an address; those
+who use it do not know how many ledgers there are. Each call goes where it belongs:
+
+tasks      leased from all ledgers (`clients.task_polls`); the end of a task goes to the ledger that leased it
+nodes      heartbeats, departures: to every ledger; one that does not answer delays the others by two seconds at most
+batches    an equal part of every ledger; a step is committed to all of them, to the first one last
+people     sums over all ledgers (`clients.sums`)
+the rest   (updates of weights, evaluations) to the first ledger
+
+Commits to several ledgers are not one transaction. A checkpoint is written after all of them, so what a trainer
+restarts from is in every ledger; joining takes back, in each of them, what came after it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any, TypeVar
+
+from msgspec.structs import replace
+
+from rillflow.clients.dataflow import DataflowClient, reached_by
+from rillflow.clients.sums import SEPARATOR, sum_batch, sum_joined, sum_nodes, sum_status, sum_waiting
+from rillflow.clients.task_polls import TaskPolls
+from rillflow.contracts import Clock
+from rillflow.errors import LeaseLost, RillflowError, Unavailable
+from rillflow.types import (
+    Ack,
+    BatchReply,
+    CommitBatch,
+    Committed,
+    CompleteTasks,
+    FailTask,
+    Heartbeat,
+    HeartbeatReply,
+    JoinTrainer,
+    LeaseBatch,
+    LeaseTasks,
+    LeaveRun,
+    LoseRows,
+    NodeList,
+    RenewBatch,
+    RetireNode,
+    Status,
+    StopRun,
+    TaskLeases,
+    TasksTaken,
+    TrainerJoined,
+    UnitInfo,
+    Units,
+)
+from rillflow.types.ledgers import ledger_of, process_of
+from rillflow.types.route import Route
+from rillflow.types.routes import Dataflow
+from rillflow.wire import Client
+from rillflow.wire.client import DEFAULT_DEADLINE
+
+Body = TypeVar("Body")
+Reply = TypeVar("Reply")
+log = logging.getLogger(__name__)
+
+LATE = 2.0  # seconds that a ledger may answer after the first one, where its answer can be missed
+
+
+def connect(address: str, token: str, *, clock: Clock | None = None) -> DataflowClient:
+    """Return a client of the run at `address`."""
+    clients = [
+        Client(url, token, peer=process_of(number), clock=clock) for number, url in enumerate(address.split(","))
+    ]
+    return DataflowClient(clients[0] if len(clients) == 1 else Ledgers(clients, clock=clock))
+
+
+class Ledgers(Client):
+    """Calls several ledgers, in the order of their numbers, as if they were one service."""
+
+    def __init__(self, ledgers: Sequence[Client], *, clock: Clock | None = None) -> None:
+        super().__init__(ledgers[0].url, "", peer=ledgers[0].peer, clock=clock)
+        self._all = list(ledgers)
+        self._polls = TaskPolls(self._all, clock)
+        self._units: dict[int, list[UnitInfo]] = {}
+        self._ways: dict[Route[Any, Any], Callable[[Any, float], Awaitable[Any]]] = {
+            Dataflow.lease_tasks: self._lease_tasks,
+            Dataflow.complete: self._complete,
+            Dataflow.fail: self._fail,
+            Dataflow.heartbeat: self._heartbeat,
+            Dataflow.leave: self._leave,
+            Dataflow.join: self._join,
+            Dataflow.lease_batch: self._lease_batch,
+            Dataflow.commit: self._commit,
+            Dataflow.renew_batch: self._renew_batch,
+            Dataflow.lose_rows: self._lose_rows,
+            Dataflow.units: self._list_units,
+            Dataflow.retire: self._retire,
+            Dataflow.stop: self._stop,
+            Dataflow.nodes: self._nodes,
+            Dataflow.status: self._status,
+        }
+
+    async def call(self, route: Route[Body, Reply], body: Body, deadline: float = DEFAULT_DEADLINE) -> Reply:
+        way = self._ways.get(route)
+        reply: Reply = await (self._all[0].call(route, body, deadline) if way is None else way(body, deadline))
+        return reply
+
+    async def close(self) -> None:
+        await self._polls.close()
+        for client in self._all:
+            await client.close()
+
+    # ------------------------------------------------------------ to all of them
+
+    async def _answers(
+        self, route: Route[Body, Reply], bodies: Sequence[Body], deadline: float
+    ) -> list[Reply | RillflowError]:
+        """Ask every ledger; one that is later than the others by `LATE` seconds has not answered."""
+        calls = [
+            asyncio.ensure_future(client.call(route, body, deadline))
+            for client, body in zip(self._all, bodies, strict=True)
+        ]
+        try:
+            await asyncio.wait(calls, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait(calls, timeout=LATE)
+        finally:
+            for call in calls:
+                call.cancel()
+        found = await asyncio.gather(*calls, return_exceptions=True)
+        return [_reply_or_error(client.peer, one) for client, one in zip(self._all, found, strict=True)]
+
+    async def _some(self, route: Route[Body, Reply], bodies: Sequence[Body], deadline: float) -> dict[int, Reply]:
+        """Ask every ledger; returns the answers by number. An error only where none has answered."""
+        found = await self._answers(route, bodies, deadline)
+        errors = {number: one for number, one in enumerate(found) if isinstance(one, RillflowError)}
+        if len(errors) == len(found):
+            raise errors[0]
+        for number, error in errors.items():
+            log.info("ledger %d: %s", number, error)
+        return {number: one for number, one in enumerate(found) if not isinstance(one, RillflowError)}
+
+    async def _each(
+        self, route: Route[Body, Reply], bodies: Sequence[tuple[int, Body]], deadline: float
+    ) -> list[Reply]:
+        """Ask these ledgers; an error where one of them has one. A lost lease is told before others."""
+        calls = (self._all[number].call(route, body, deadline) for number, body in bodies)
+        found = await asyncio.gather(*calls, return_exceptions=True)
+        errors = [one for one in found if isinstance(one, BaseException)]
+        for error in sorted(errors, key=lambda error: not isinstance(error, LeaseLost)):
+            raise error
+        return [one for one in found if not isinstance(one, BaseException)]
+
+    async def _every(self, route: Route[Body, Reply], body: Body, deadline: float) -> list[Reply]:
+        return await self._each(route, [(number, body) for number in range(len(self._all))], deadline)
+
+    # ------------------------------------------------------------ nodes
+
+    async def _lease_tasks(self, ask: LeaseTasks, deadline: float) -> TaskLeases:
+        return await self._polls.lease(ask)
+
+    async def _complete(self, news: CompleteTasks, deadline: float) -> TasksTaken:
+        """All of one call are of one ledger: see `DataflowClient.complete`."""
+        (ledger,) = {ledger_of(task.attempt) for task in news.tasks}
+        return await self._all[ledger].call(Dataflow.complete, news, deadline)
+
+    async def _fail(self, news: FailTask, deadline: float) -> Ack:
+        return await self._all[ledger_of(news.attempt)].call(Dataflow.fail, news, deadline)
+
+    async def _heartbeat(self, beat: Heartbeat, deadline: float) -> HeartbeatReply:
+        beats = [
+            replace(beat, attempts=[attempt for attempt in beat.attempts if ledger_of(attempt) == number])
+            for number in range(len(self._all))
+        ]
+        told = await self._some(Dataflow.heartbeat, beats, deadline)
+        ended = len(told) == len(self._all) and all(reply.phase == "ended" for reply in told.values())
+        return HeartbeatReply(
+            lost=[attempt for reply in told.values() for attempt in reply.lost],
+            heads=told[min(told)].heads,
+            phase="ended" if ended else "training",
+            leave=min((reply.leave for reply in told.values() if reply.leave is not None), default=None),
+        )
+
+    async def _leave(self, news: LeaveRun, deadline: float) -> Ack:
+        await self._polls.close()  # a task that is leased after the node has left would wait for its lease to run out
+        told = await self._some(Dataflow.leave, [news] * len(self._all), deadline)
+        return told[min(told)]
+
+    async def _retire(self, ask: RetireNode, deadline: float) -> Ack:
+        told = await self._some(Dataflow.retire, [ask] * len(self._all), deadline)
+        return told[min(told)]
+
+    # ------------------------------------------------------------ trainers
+
+    async def _join(self, news: JoinTrainer, deadline: float) -> TrainerJoined:
+        return sum_joined(await self._every(Dataflow.join, news, deadline))
+
+    async def _lease_batch(self, ask: LeaseBatch, deadline: float) -> BatchReply:
+        part = replace(ask, groups=ask.groups // len(self._all))
+        told = await self._every(Dataflow.lease_batch, part, deadline)
+        if all(reply.spent for reply in told):
+            last = replace(part, spent=True, wait=0.0)
+            return (await self._every(Dataflow.lease_batch, last, deadline))[0]
+        if any(reply.batch is None and not reply.spent for reply in told):
+            return sum_waiting(told)
+        return BatchReply(batch=sum_batch([reply.batch for reply in told if reply.batch]), phase="training")
+
+    async def _commit(self, news: CommitBatch, deadline: float) -> Committed:
+        """The first ledger is the last to hear of the step, with what the others have said of their parts."""
+        named = {ledger_of(name): name for name in news.batch.split(SEPARATOR)}
+        others = [(number, replace(news, batch=named.get(number, ""), kept=[])) for number in range(1, len(self._all))]
+        told = await self._each(Dataflow.commit, others, deadline)
+        for reply in told:
+            if not reply.accepted:
+                return reply
+        parts = [reply.part for reply in told if reply.part is not None]
+        return await self._all[0].call(Dataflow.commit, replace(news, batch=named.get(0, ""), parts=parts), deadline)
+
+    async def _renew_batch(self, ask: RenewBatch, deadline: float) -> Ack:
+        parts = [(ledger_of(name), replace(ask, batch=name)) for name in ask.batch.split(SEPARATOR)]
+        told = await self._each(Dataflow.renew_batch, parts, deadline)
+        return next((ack for ack in told if not ack.accepted), told[0])
+
+    async def _lose_rows(self, news: LoseRows, deadline: float) -> Ack:
+        """A ledger passes over rows that are none of its own."""
+        return (await self._every(Dataflow.lose_rows, news, deadline))[0]
+
+    # ------------------------------------------------------------ units and people
+
+    async def _list_units(self, _: None, deadline: float) -> Units:
+        """The units of a ledger that does not answer are listed as they were: they may be well."""
+        told = await self._some(Dataflow.units, [None] * len(self._all), deadline)
+        for number, reply in told.items():
+            url = self._all[number].url
+            self._units[number] = [replace(info, ledger=number, url=reached_by(info.url, url)) for info in reply.units]
+        return Units(units=sorted((info for infos in self._units.values() for info in infos), key=lambda i: i.load))
+
+    async def _stop(self, ask: StopRun, deadline: float) -> Ack:
+        return (await self._every(Dataflow.stop, ask, deadline))[0]
+
+    async def _nodes(self, _: None, deadline: float) -> NodeList:
+        return sum_nodes(await self._every(Dataflow.nodes, None, deadline))
+
+    async def _status(self, _: None, deadline: float) -> Status:
+        return sum_status(await self._every(Dataflow.status, None, deadline))
+
+
+def _reply_or_error(peer: str, found: Reply | BaseException) -> Reply | RillflowError:
+    if isinstance(found, asyncio.CancelledError):
+        return Unavailable(f"{peer} answers later than the others", f"look at the log of {peer}")
+    if isinstance(found, BaseException) and not isinstance(found, RillflowError):
+        raise found
+    return found
