@@ -8,7 +8,6 @@ the planner was asked with next. A decision whose verdict cannot be had has no l
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import Sequence
 
 import openai
@@ -17,6 +16,8 @@ from rillflow.agents.agentflow.collect import Played
 from rillflow.agents.agentflow.labels import Key, Labels
 from rillflow.agents.agentflow.options import Endpoint
 from rillflow.agents.agentflow.verifier import new_client
+from rillflow.agents.rewards.judge import ask_score
+from rillflow.errors import RewardError
 
 AT_ONCE = 8
 _TRIES = 3
@@ -54,30 +55,8 @@ def _question(state: str, decision: str, later: str | None) -> str:
 
 
 async def _score(client: openai.AsyncOpenAI, endpoint: Endpoint, prompt: str) -> float | None:
-    for _ in range(_TRIES):
-        try:
-            response = await client.chat.completions.create(
-                model=endpoint.model,
-                messages=[{"role": "user", "content": prompt}],
-                temperature=0,
-                timeout=endpoint.seconds,
-            )
-        except openai.OpenAIError:
-            continue
-        score = read_score(response.choices[0].message.content or "")
-        if score is not None:
-            return score
-    return None
-
-
-def read_score(text: str) -> float | None:
-    """The number between 0 and 1 that the judge's JSON names; None where there is none."""
-    begin, end = text.find("{"), text.rfind("}")
+    """Return the judge's score, or None if the judge gives none."""
     try:
-        said = json.loads(text[begin : end + 1]) if 0 <= begin < end else None
-    except (ValueError, RecursionError):
+        return await ask_score(client, endpoint.model, prompt, best=1.0, attempts=_TRIES, timeout=endpoint.seconds)
+    except RewardError:
         return None
-    score = said.get("score") if isinstance(said, dict) else None
-    if isinstance(score, bool) or not isinstance(score, int | float) or not 0 <= score <= 1:
-        return None
-    return float(score)

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from rillflow.agents.options import fill_template
+
 PROMPTS: dict[str, str] = {
     "planner": (
         "You plan, one step at a time, how a question is answered. Tools carry out each step for you.\n"
@@ -24,21 +26,9 @@ PROMPTS: dict[str, str] = {
 }
 
 
-def fill(template: str, values: Mapping[str, str]) -> str:
-    """Each `{name}` of `values` is replaced, in one pass: what a value holds is never read as a name."""
-    filled, rest = "", template
-    while True:
-        places = [(at, name) for name in values if (at := rest.find(f"{{{name}}}")) >= 0]
-        if not places:
-            return filled + rest
-        at, name = min(places)
-        filled += rest[:at] + values[name]
-        rest = rest[at + len(name) + 2 :]
-
-
 def asked(prompts: Mapping[str, str], part: str, *, question: str, memory: str, actions: str = "") -> str:
     """The text of one prompt; `part` is planner, final or verifier."""
     values = {"question": question, "memory": memory or "nothing", "actions": actions}
     if part == "final":
-        values["planner"] = fill(prompts["planner"], values)
-    return fill(prompts[part], values)
+        values["planner"] = fill_template(prompts["planner"], values)
+    return fill_template(prompts[part], values)

@@ -8,7 +8,8 @@ import jsonschema
 import pytest
 
 from rillflow.agents.agentflow.actions import Decision, parse, schema
-from rillflow.agents.agentflow.prompts import PROMPTS, asked, fill
+from rillflow.agents.agentflow.prompts import PROMPTS, asked
+from rillflow.agents.options import fill_template
 
 ACTIONS = ["think", "search", "answer"]
 
@@ -43,7 +44,7 @@ def test_without_a_list_of_actions_any_is_taken() -> None:
 
 
 def test_prompts_are_filled_in_one_pass_and_may_show_json() -> None:
-    assert fill('{"a": {question}} {memory}', {"question": "{memory}", "memory": "m"}) == '{"a": {memory}} m'
+    assert fill_template('{"a": {question}} {memory}', {"question": "{memory}", "memory": "m"}) == '{"a": {memory}} m'
     final = asked(PROMPTS, "final", question="why?", memory="", actions="answer")
     assert final.startswith(asked(PROMPTS, "planner", question="why?", memory="", actions="answer"))
     assert "why?" in final

@@ -6,8 +6,8 @@ import pytest
 
 from rillflow.agents.agentflow.actions import Decision
 from rillflow.agents.agentflow.collect import Played, Visited
-from rillflow.agents.agentflow.judge import read_score
 from rillflow.agents.agentflow.labels import balanced, both, by_continuations, by_returns, rows_of, split
+from rillflow.agents.rewards.judge import read_score
 
 LOOK, LOOK_ELSEWHERE = Decision("a", "search", "red pens"), Decision("a", "search", "blue pens")
 GOOD, BAD = Decision("b", "answer", "12"), Decision("b", "answer", "13")
@@ -75,4 +75,4 @@ def test_no_prompt_is_both_learned_from_and_held_out() -> None:
      ('{"rating": 1}', None), ("0.7", None), ("{", None), ('{"score": "1"}', None)],
 )  # fmt: skip
 def test_only_a_number_from_0_to_1_is_a_verdict(text: str, score: float | None) -> None:
-    assert read_score(text) == score
+    assert read_score(text, 1.0) == score
