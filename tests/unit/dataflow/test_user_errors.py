@@ -10,7 +10,7 @@ from dataflow_world import World
 from rillflow.contracts import Group
 from rillflow.dataflow import report
 from rillflow.dataflow.hooks import Hooks
-from rillflow.dataflow.ledger import workers
+from rillflow.dataflow.ledger import nodes
 from rillflow.types import FailTask, TaskLease, UserError
 
 MakeWorld = Callable[..., World]
@@ -43,7 +43,7 @@ def test_each_is_counted_and_its_traceback_is_kept(make_world: MakeWorld) -> Non
 
 
 def test_there_is_a_bound(make_world: MakeWorld, monkeypatch) -> None:
-    monkeypatch.setattr(workers, "_MOST_ERRORS", 2)
+    monkeypatch.setattr(nodes, "_MOST_ERRORS", 2)
     world = make_world()
     world.ledger.note_errors([msgspec.structs.replace(WRONG, where=str(n), count=2) for n in range(2, 6)])
     found = {one.where: (one.kind, one.count) for one in report.status(world.ledger, []).errors}
