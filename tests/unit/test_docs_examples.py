@@ -26,7 +26,8 @@ from rillflow.config.load import read_raw, validate
 from rillflow.config.supervised import FitRecipe
 
 ROOT = Path(__file__).parents[2]
-PAGES = sorted([*(ROOT / "docs").rglob("*.md"), *ROOT.glob("*.md")])
+# The blocks of api.md are signatures, which the generator takes from the code.
+PAGES = sorted({*(ROOT / "docs").rglob("*.md"), *ROOT.glob("*.md")} - {ROOT / "docs" / "api.md"})
 BLOCK = re.compile(r"^( *)```(\w*)[^\n]*\n(.*?)^ *```", re.DOTALL | re.MULTILINE)
 COMMANDS: dict[str, Any] = get_command(app).commands  # type: ignore[attr-defined]
 # They need neither a run nor a model, and end within a second. Commands that take longer are run
