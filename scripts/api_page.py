@@ -78,6 +78,7 @@ def _parameter(one: inspect.Parameter) -> str:
 def _text(found: Any) -> str:
     """Return a docstring as Markdown: its example becomes a code block."""
     text, _, example = inspect.cleandoc(found.__doc__ or "").partition("\nExample:\n")
+    example = example.replace("'''", '"""')  # an example inside a docstring cannot have these quotes
     return f"{text.strip()}\n" + (f"\n{_block(textwrap.dedent(example).strip(), 'python')}" if example else "")
 
 

@@ -50,5 +50,5 @@ async def test_what_is_fetched_counts_as_in_use(tmp_path):
         assert await run.client.versions_in_use(POLICY) == []
         await run.client.fetching(word(7))
         assert await run.client.versions_in_use(POLICY) == [7]
-        with pytest.raises(BadRequest, match="there is no policy"):
+        with pytest.raises(BadRequest, match="unknown policy"):
             await run.client.fetching(word(7, policy="nobody"))

@@ -206,7 +206,7 @@ def test_a_model_folder_is_a_checkpoint(tmp_path: Path) -> None:
         (("tiny", "--on", "gsm8k,gsm8k"), "named twice"),
         (("tiny",), "holds no prompts out"),
         (("nowhere", "--on", "gsm8k"), "model folder nowhere does not exist"),
-        (("none.gguf", "--on", "gsm8k"), "there is no file none.gguf"),
+        (("none.gguf", "--on", "gsm8k"), "none.gguf does not exist"),
         (("tiny", "--on", "gsm8k", "--engine", "magic"), "unknown engine 'magic'"),
         (("tiny", "--on", "gsm8k", "engine.slot=3"), "did you mean 'slots'"),
     ],

@@ -27,7 +27,7 @@ def test_what_is_no_gguf_file_is_told_and_leaves_nothing(tmp_path: Path) -> None
     with pytest.raises(ConfigError, match="cannot read"):
         model_from_gguf(tmp_path / "bad.gguf", tmp_path / "cache")
     assert not list((tmp_path / "cache").glob("*"))
-    with pytest.raises(ConfigError, match="there is no file"):
+    with pytest.raises(ConfigError, match="does not exist"):
         model_from_gguf(tmp_path / "none.gguf", tmp_path / "cache")
 
 

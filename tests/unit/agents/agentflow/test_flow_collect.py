@@ -42,7 +42,8 @@ def ledger(folder: Path, tasks: int) -> Any:
                     (group, place),
                 )
     source = SourceConfig(path=str(folder / "prompts.jsonl"))
-    return SimpleNamespace(data=SimpleNamespace(prompts=[source], shuffle=False), seed=0)
+    data = SimpleNamespace(prompts=[source], shuffle=False)
+    return SimpleNamespace(data=data, dataflow=SimpleNamespace(ledgers=1), seed=0)
 
 
 def planned(name: str, **info: Any) -> Trajectory:
