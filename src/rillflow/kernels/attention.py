@@ -8,7 +8,7 @@ The table has a row for each span and each of its ancestors, from the root down,
 beyond the last, first key, beyond the last`.
 Invariant: a token's results depend on its own tree alone, to the last bit.
 
-What it gains end to end (`bench.kernels`, two cores of a Neoverse-N1): a sample of `bench.endtoend --case equal` costs
+What it gains (`bench.kernels`, two cores of a Neoverse-N1): a sample of `bench.endtoend --case equal` costs
 its trainer, which is the slower side there, 9.4 core milliseconds with this kernel and 10.1 without it; with `layers`,
 which this kernel feeds, it is 11.3 without both.
 """

@@ -3,7 +3,7 @@
 `format` documents the bytes. The loops are compiled by numba; `reference` has the same functions in numpy, which a
 process uses whose kernels are off. A test compares what both write and read.
 
-What it gains end to end (`bench.kernels`, one core of a Neoverse-N1): a version of 135 million weights in bf16 takes a
+What it gains (`bench.kernels`, one core of a Neoverse-N1): a version of 135 million weights in bf16 takes a
 trainer and a node 0.6 s together, and 1.9 s with the reference.
 """
 
