@@ -59,7 +59,7 @@ class DataflowClient:
         self._completions: dict[int, Coalesced[CompleteTask, Ack]] = {}  # by ledger: one that is down delays no other
 
     async def complete(self, news: CompleteTask, deadline: float = DEFAULT_DEADLINE) -> Ack:
-        """Completions told at the same time to the same ledger travel together."""
+        """Send a completion. Those sent at the same time to the same ledger share one call."""
         ledger = ledger_of(news.attempt)
         if ledger not in self._completions:
             self._completions[ledger] = Coalesced(self._complete)

@@ -19,15 +19,15 @@ if TYPE_CHECKING:
     Rows = Sequence[Mapping[str, Buffer]]
 
 WAITING_BYTES = 256 << 20
-# Written by one put, unless one alone has more. As much as any disk takes in the time of a sync, and no more: who is
-# told of the first group goes on while the next one is written.
+# The bytes of one group, unless one put alone has more. A disk writes as much in the time of a sync. A larger group
+# would keep callers waiting that could go on after a smaller one.
 _GROUP_BYTES = 2 << 20
 
 
 class GroupedPuts:
     """Runs `put` in a thread of its own, for all who wait at once. Bad rows are refused before they join a group.
 
-    Belongs to one event loop. A caller that stops waiting may leave rows behind that nobody refers to.
+    Belongs to one event loop. A caller that stops waiting may leave rows behind that have no reference.
     """
 
     def __init__(self, put: Callable[[Rows], list[Row]], *, limit: int = WAITING_BYTES) -> None:

@@ -69,8 +69,10 @@ def token_of(file: Path | None) -> str:
 
 
 async def join(url: str, token: str, cache: Path, *, scope: TokenScope = "node", clock: Clock | None = None) -> Joined:
-    """All that a process of this `scope` needs of the run at `url`; `cache` is its own folder. `token` is of that
-    scope, or the operator's, of which it is made. Nodes and engines (scope `node`) are told where weights come from."""
+    """Join the run at `url` and return all that a process of this `scope` needs of it. `cache` is its own folder.
+
+    `token` is of that scope, or the operator's, from which one of that scope is made. For nodes and engines (scope
+    `node`) the answer also has the source of weights."""
     clock = clock or SystemClock()
     client = connect(_checked(url), token, clock=clock)
     try:

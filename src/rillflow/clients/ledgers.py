@@ -1,7 +1,7 @@
 """Several ledgers of one run behind the calls of one.
 
-A run's address is the URLs of its ledgers, in order, joined by commas. `connect` makes a client of an address; those
-who use it do not know how many ledgers there are. Each call goes where it belongs:
+A run's address is the URLs of its ledgers, in order, joined by commas. `connect` makes a client of an address; its
+callers do not depend on the number of ledgers. Calls go to these ledgers:
 
 tasks      leased from all ledgers (`clients.task_polls`); the end of a task goes to the ledger that leased it
 nodes      heartbeats, departures: to every ledger; one that does not answer delays the others by two seconds at most
@@ -9,8 +9,8 @@ batches    an equal part of every ledger; a step is committed to all of them, to
 people     sums over all ledgers (`clients.sums`)
 the rest   (updates of weights, evaluations) to the first ledger
 
-Commits to several ledgers are not one transaction. A checkpoint is written after all of them, so what a trainer
-restarts from is in every ledger; joining takes back, in each of them, what came after it.
+Commits to several ledgers are not one transaction. A checkpoint is written after all of them, so every
+ledger has the steps up to the checkpoint that a trainer restarts from. Joining rolls back the later steps in each.
 """
 
 from __future__ import annotations
@@ -141,7 +141,7 @@ class Ledgers(Client):
     async def _each(
         self, route: Route[Body, Reply], bodies: Sequence[tuple[int, Body]], deadline: float
     ) -> list[Reply]:
-        """Ask these ledgers; an error where one of them has one. A lost lease is told before others."""
+        """Ask these ledgers; an error where one of them has one. A lost lease is raised before other errors."""
         calls = (self._all[number].call(route, body, deadline) for number, body in bodies)
         found = await asyncio.gather(*calls, return_exceptions=True)
         errors = [one for one in found if isinstance(one, BaseException)]
@@ -204,7 +204,7 @@ class Ledgers(Client):
         return BatchReply(batch=sum_batch([reply.batch for reply in told if reply.batch]), phase="training")
 
     async def _commit(self, news: CommitBatch, deadline: float) -> Committed:
-        """The first ledger is the last to hear of the step, with what the others have said of their parts."""
+        """Commit the step to all ledgers. The first ledger comes last and gets the answers of the others."""
         named = {ledger_of(name): name for name in news.batch.split(SEPARATOR)}
         others = [(number, replace(news, batch=named.get(number, ""), kept=[])) for number in range(1, len(self._all))]
         told = await self._each(Dataflow.commit, others, deadline)
@@ -220,7 +220,7 @@ class Ledgers(Client):
         return next((ack for ack in told if not ack.accepted), told[0])
 
     async def _lose_rows(self, news: LoseRows, deadline: float) -> Ack:
-        """A ledger passes over rows that are none of its own."""
+        """Report the rows to all ledgers. A ledger ignores the rows of others."""
         return (await self._every(Dataflow.lose_rows, news, deadline))[0]
 
     # ------------------------------------------------------------ units and people

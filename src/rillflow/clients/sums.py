@@ -61,7 +61,7 @@ def _sum_errors(parts: Sequence[Status]) -> list[UserError]:
 
 
 def sum_nodes(parts: Sequence[NodeList]) -> NodeList:
-    """Return every node once: what it holds and has done, over all ledgers."""
+    """Return every node once, with its numbers summed over all ledgers."""
     found: dict[str, NodeInfo] = {}
     for node in (node for part in parts for node in part.nodes):
         known = found.get(node.name)

@@ -1,7 +1,7 @@
 """Tasks from several ledgers for one node.
 
 Every ledger has one question of the node under way, for a part of the node's room. The first answer is handed on; the
-others stay under way and are handed on with the next call. So a ledger that has no tasks, or is down, delays nobody,
+others stay under way and are handed on with the next call. So a ledger that has no tasks, or is down, causes no delay,
 and a node never holds more tasks than it has room for.
 
 A ledger that had nothing when it was last asked is asked for one task, so that it keeps little of the room. One that
@@ -67,7 +67,7 @@ class TaskPolls:
         return TaskLeases(leases=leases, heads=self._heads(), phase=self._phase())
 
     def _failed(self, number: int, error: RillflowError) -> None:
-        """Note that a ledger did not answer. What asking again would not mend is raised."""
+        """Note that a ledger did not answer. Errors that a retry would not mend are raised."""
         if error.status < 500:
             raise error
         log.warning("no tasks from ledger %d: %s", number, error)
@@ -121,8 +121,10 @@ class TaskPolls:
 
 
 def split(room: int, had: Sequence[bool]) -> list[int]:
-    """Divide the room among ledgers, of which some had tasks when they were last asked: one for each that had nothing,
-    the rest evenly. Where the room is too small for all, the first ones get one each."""
+    """Divide the room among ledgers; `had` says which had tasks at their last answer.
+
+    A ledger without tasks gets one place, the others share the rest evenly. If there are more ledgers than places, the
+    first ones get one each."""
     count = len(had)
     if room <= count:
         return [int(place < room) for place in range(count)]

@@ -1,7 +1,7 @@
 """Writes rows into storage units. When `put` returns, a row is in one unit, with that unit's durability.
 
-A put goes to the unit with the least to do; when that one cannot take it, to the next. What a failed try may have
-left behind is never referred to.
+A put goes to the unit with the least to do; when that one cannot take it, to the next. Rows of a failed
+attempt are never referred to.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _PAUSE = 0.1
 class LocalWriter:
     """Writes straight into the folder of a unit on this host. Any thread may put; puts follow one another.
 
-    Who puts has checked the rows: see `check_rows`.
+    The caller has checked the rows with `check_rows`.
     """
 
     def __init__(self, folder: Path, *, segment_bytes: int = SEGMENT_BYTES, durability: Durability = "process") -> None:
@@ -75,7 +75,7 @@ class _Local:
 
 
 class UnitWriter:
-    """Puts rows from one event loop. `units` tells who is there; see `Directory`."""
+    """Puts rows from one event loop. `units` lists the units; see `Directory`."""
 
     def __init__(
         self,
@@ -153,7 +153,7 @@ class UnitWriter:
     def _choose(self, units: list[UnitInfo], size: int) -> UnitInfo:
         """The least loaded that has room; the one on this host where that makes no difference."""
         if self._mine_since != self._directory.asked:
-            # What was finished before the list was renewed is part of the loads in it.
+            # The new list of loads includes the puts that had finished before it was made.
             self._mine_since = self._directory.asked
             self._mine = self._under_way.copy()
         return min(

@@ -70,7 +70,7 @@ def lessons(split: str, count: int, seed: int, right: float = 0.7) -> Iterator[d
 
 
 def delegations(split: str, count: int, seed: int, right: float = 0.7) -> Iterator[dict[str, Any]]:
-    """Yield `count` rows for sft: an agent that answers by itself, and one that delegates both halves, in turn."""
+    """Yield `count` rows for sft: in turn an agent that answers alone and one that delegates both halves."""
     generator = random.Random(f"digits_delegations/{split}/{seed}")
     for index, prompt in enumerate(prompts(split, count, seed, size=_DELEGATED_SIZE)):
         digits = prompt["payload"]["digits"]

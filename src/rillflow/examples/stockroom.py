@@ -140,7 +140,7 @@ def brief(group: Sequence[FinishedEpisode]) -> list[float]:
 
 
 async def play(episode: Episode) -> str | None:
-    """Ask the question, serve the tool calls, and return the final answer, or None if there was none."""
+    """Ask the question, serve the tool calls, and return the final answer. None means that no answer came."""
     messages: list[Any] = [{"role": "user", "content": episode.payload["question"]}]
     for _ in range(MAX_TURNS):
         response = await episode.client.chat.completions.create(

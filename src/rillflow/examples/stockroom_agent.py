@@ -20,7 +20,7 @@ from rillflow.examples.stockroom import MAX_TURNS, TOOLS, count
 
 
 async def solve(client: AsyncOpenAI, model: str, payload: dict[str, Any]) -> str | None:
-    """Ask the question, serve the tool calls, and return the final answer, or None if there was none."""
+    """Ask the question, serve the tool calls, and return the final answer. None means that no answer came."""
     messages: list[Any] = [{"role": "user", "content": payload["question"]}]
     for _ in range(MAX_TURNS):
         response = await client.chat.completions.create(model=model, messages=messages, tools=TOOLS, max_tokens=32)

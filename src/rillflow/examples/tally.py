@@ -53,7 +53,7 @@ def prompts(split: str, count: int, seed: int, boxes: int = 2) -> Iterator[dict[
 
 
 def look_up(payload: Mapping[str, Any], query: str) -> int:
-    """The count for a query like `red pens`; what is wrong with it is a ToolError, for the model to read."""
+    """Return the count for a query like `red pens`. A wrong query raises a ToolError, which the model reads."""
     box, _, item = query.strip().partition(" ")
     shelf = payload["stock"].get(box)
     if shelf is None:

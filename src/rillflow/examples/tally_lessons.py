@@ -59,7 +59,7 @@ def _play(payload: Payload, generator: random.Random, mistakes: float) -> Iterat
 
 
 def right(payload: Payload, found: Mapping[str, str]) -> Decision:
-    """What brings the answer nearer, given what was `found` by which action and input."""
+    """Return the next useful decision, given the results `found` by action and input."""
     queries = [f"{box} {payload['item']}" for box in payload["boxes"]]
     for query in queries:
         if f"search {query}" not in found:
@@ -91,7 +91,7 @@ def _mistake(payload: Payload, found: Mapping[str, str], generator: random.Rando
 
 
 def _result(payload: Payload, decision: Decision) -> str:
-    """What the executor would say."""
+    """Return the result that the executor would give."""
     if decision.action == "code":
         return str(sum(int(number) for number in decision.action_input.split("+")))
     if decision.action in ("search", "weigh"):

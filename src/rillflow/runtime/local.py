@@ -47,7 +47,7 @@ _RETIRE_PATIENCE = 30.0
 _NODE_GRACE = 3.0
 _HEAVY = ("engine", "rollout", "stage", "trainer")  # the roles that import torch
 _DASHBOARD = "dashboard"
-_SEEN_BY_ALL = (DONE, OUT_OF_PROMPTS)  # every ledger hears of every step, and that none of them has prompts left
+_SEEN_BY_ALL = (DONE, OUT_OF_PROMPTS)  # reasons that every ledger finds by itself
 
 
 def ended_well(status: Status) -> bool:

@@ -153,7 +153,7 @@ class CommitBatch(Wire, frozen=True):
 
 
 class Committed(Ack, frozen=True):
-    """`part` is told by one of several ledgers, not by the first."""
+    """The answer to a commit. With several ledgers, all but the first one set `part`."""
 
     part: StepPart | None = None
 

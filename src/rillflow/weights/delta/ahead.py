@@ -1,5 +1,6 @@
-"""What encodes and decodes deltas is compiled at its first use: for half a minute, or for a second where the machine
-code was kept. Who must not wait for that has it done ahead.
+"""Compiles the codec of deltas before its first use.
+
+Compiling takes half a minute, or a second where the machine code was kept.
 """
 
 from __future__ import annotations

@@ -49,7 +49,7 @@ def encode(base: torch.Tensor, new: torch.Tensor, known: int | None = None) -> E
 
 
 def decode(base: torch.Tensor, data: Buffer, known: int | None = None) -> Change:
-    """What the delta changes, verified; `base` is not touched. `known` is the fingerprint of `base`, where the caller
+    """Return the verified change of the delta; `base` stays as it is. `known` is its fingerprint, if the caller
     has it. CorruptData for a damaged delta, WeightsError for one of another base.
 
     Where more than an eighth of the weights change, the change is of all of them.
