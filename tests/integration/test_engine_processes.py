@@ -31,7 +31,7 @@ def test_an_engine_joins_by_url_and_one_dies(tmp_path: Path, cli: Cli) -> None:
     node = run.folder / "logs" / "rollout-0.log"
     with frozen_trainer(run.folder):
         engine = cli.start("engine", "--join", url, "--token-file", str(token), "--name", "far")
-        wait_until(lambda: "engine far is there" in node.read_text(), "the engine to join", 600)
+        wait_until(lambda: "engine far registered" in node.read_text(), "the engine to join", 600)
     victim = next(process for role, process in all_processes_of(run.folder) if role == "engine")
     victim.kill()
     assert run.wait(600) == 0, run.output()[-3000:]

@@ -335,13 +335,15 @@ def _other_key(before: bytes, now: bytes) -> str:
 
 
 def _rewritten(tree: TokenTree, fork: Node) -> str:
-    """Return which answer the chat template rewrites: the newest one that is not on the path of `fork`."""
+    """Return which answer the chat template rewrites: the newest one that is not on the path of `fork`.
+
+    If not even the first prompt stays, the template rewrites a message before the answers."""
     kept = set(fork.path())
     history = _messages(fork)
     earlier = [node for node in tree.nodes() if _answered(node) and node.id < fork.id and node not in kept]
     lost = max(earlier, key=lambda node: (_shared(_messages(node), history), node.id), default=None)
     what = "an earlier message"
-    if lost is not None:
+    if lost is not None and not kept.isdisjoint(lost.path()):
         (said,), at = lost.messages, len(_messages(lost)) - 1
         what = f"the answer messages[{at}]" + (", without its reasoning," if said.reasoning else "")
     return f"the chat template writes {what} differently now; policies.NAME.history: append keeps what was sampled"
