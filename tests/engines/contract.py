@@ -505,7 +505,7 @@ async def test_a_killed_server_comes_back_with_its_weights(world: World) -> None
     assert any(isinstance(one, EngineLost) for one in ended)
     assert all(isinstance(one, EngineLost | list) for one in ended)
     await until(lambda: world.engine.process is not process and world.engine.version == 0, 600)
-    await until(lambda: "down" not in world.engine._held, 600)
+    await until(lambda: "down" not in world.engine._calls.held, 600)
     asked = prompt(30)
     late = asyncio.create_task(ask(world.engine, asked))
     await world.reload()
