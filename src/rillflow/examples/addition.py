@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from rillflow.agents.environments.world import check_split
+from rillflow.agents.environments.splits import check_split
 
 QUESTION = "What is {a} + {b}? Give only the number."
 _NUMBER = re.compile(r"-?\d+")

@@ -16,7 +16,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from rillflow.agents.environments.world import check_split
+from rillflow.agents.environments.splits import check_split
 
 QUESTION = "What is the largest of {digits}?"
 VERIFY = "{question} {solution}. Is it right?"

@@ -11,7 +11,7 @@ import random
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from rillflow.agents.environments.world import check_split, held_out
+from rillflow.agents.environments.splits import check_split, held_out
 
 OPERATIONS = {"add": "+", "take": "-", "times": "*"}
 NUMBERS = range(2, 10)

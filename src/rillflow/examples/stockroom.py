@@ -21,7 +21,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from rillflow.agents.environments.world import check_split, held_out
+from rillflow.agents.environments.splits import check_split, held_out
 
 if TYPE_CHECKING:
     from openai.types.chat import ChatCompletionFunctionToolParam

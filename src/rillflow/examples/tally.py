@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping
 from itertools import permutations
 from typing import Any
 
-from rillflow.agents.environments.world import check_split
+from rillflow.agents.environments.splits import check_split
 from rillflow.contracts import Episode
 from rillflow.errors import ToolError
 from rillflow.examples.stockroom import BOXES, ITEMS

@@ -11,7 +11,7 @@ import random
 from collections.abc import Iterator
 from typing import Any
 
-from rillflow.agents.environments.world import check_split
+from rillflow.agents.environments.splits import check_split
 from rillflow.agents.tools.corpus import Corpus, data_file, listed
 from rillflow.agents.workflows.search_agent import INSTRUCTIONS
 

@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from rillflow.agents.environments.pooled import Pooled
-from rillflow.agents.environments.world import check_split, rows
+from rillflow.agents.environments.splits import check_split
+from rillflow.agents.environments.world import rows
 from rillflow.errors import ConfigError
 
 FOLDERS = {"train": "train", "heldout": "valid_unseen"}

@@ -18,7 +18,8 @@ from typing import Any
 
 from rillflow.agents.environments.java import start_java
 from rillflow.agents.environments.pooled import Pooled, ask_library
-from rillflow.agents.environments.world import check_split, rows
+from rillflow.agents.environments.splits import check_split
+from rillflow.agents.environments.world import rows
 from rillflow.errors import ConfigError
 
 _UNKNOWN = ("No known action matches that input", "Unknown action", "Ambiguous request")

@@ -15,7 +15,8 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from rillflow.agents.environments.catalogue import Goal, Index, Product, worth
-from rillflow.agents.environments.world import Turn, World, check_split, held_out, rows, world_random
+from rillflow.agents.environments.splits import check_split, held_out
+from rillflow.agents.environments.world import Turn, World, rows, world_random
 
 KINDS = {
     "clothes": ("shirt", "jacket", "hat", "dress"),

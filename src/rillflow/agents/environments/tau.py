@@ -17,8 +17,9 @@ from collections.abc import Iterator, Mapping
 from typing import Any, Literal
 
 from rillflow.agents.environments import tau_retail as retail
+from rillflow.agents.environments.splits import check_split
 from rillflow.agents.environments.tau_user import WISHES, ScriptedCustomer, Wish, briefing, make_wish
-from rillflow.agents.environments.world import Turn, World, check_split, rows, world_random
+from rillflow.agents.environments.world import Turn, World, rows, world_random
 from rillflow.types import Observation
 
 _NUMBER = re.compile(r"(?<![\w.])\d+(?![\w])")

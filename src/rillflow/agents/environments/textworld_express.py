@@ -17,7 +17,8 @@ import msgspec
 
 from rillflow.agents.environments.java import start_java
 from rillflow.agents.environments.pooled import Pooled
-from rillflow.agents.environments.world import check_split, rows
+from rillflow.agents.environments.splits import check_split
+from rillflow.agents.environments.world import rows
 from rillflow.errors import ConfigError
 
 GAMES = ("cookingworld", "coin", "twc", "mapreader", "arithmetic", "sorting", "simonsays", "peckingorder")

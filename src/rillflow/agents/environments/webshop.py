@@ -17,7 +17,8 @@ from typing import Any
 
 from rillflow.agents.environments.catalogue import Goal, Index, Product
 from rillflow.agents.environments.shop import Shop
-from rillflow.agents.environments.world import check_split, rows
+from rillflow.agents.environments.splits import check_split
+from rillflow.agents.environments.world import rows
 from rillflow.errors import ConfigError
 
 HELD_OUT = 500

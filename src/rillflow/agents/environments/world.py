@@ -15,7 +15,6 @@ from typing import Any, NamedTuple
 from rillflow.errors import EnvironmentLost
 from rillflow.types import Observation
 
-SPLITS = ("train", "heldout")
 _LONGEST = 2000  # characters of an action that are read
 
 
@@ -86,17 +85,6 @@ def rows(name: str, payloads: Iterator[dict[str, Any]], split: str, count: int, 
     """Yield `count` prompts of these payloads, with the ids that all generators use."""
     for index, payload in zip(range(count), payloads, strict=False):
         yield {"id": f"{name}-{split}-{seed}-{index}", "payload": payload}
-
-
-def check_split(split: str) -> None:
-    """Raise ValueError unless `split` is `train` or `heldout`."""
-    if split not in SPLITS:
-        raise ValueError(f"unknown split {split!r}, expected one of {', '.join(SPLITS)}")
-
-
-def held_out(row: int, column: int) -> bool:
-    """Return whether a pair is held out: a Latin square, a quarter of every row and of every column."""
-    return (row + column) % 4 == 0
 
 
 def world_random(name: str, payload: Mapping[str, Any], seed: int) -> random.Random:

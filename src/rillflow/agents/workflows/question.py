@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from xxhash import xxh3_64_intdigest
 
-from rillflow.agents.environments.world import check_split
+from rillflow.agents.environments.splits import check_split
 from rillflow.agents.options import fill_template
 from rillflow.agents.rewards.base import golds
 from rillflow.config import SourceConfig
