@@ -123,7 +123,7 @@ class Side(msgspec.Struct, frozen=True):
 
 def recipe(case: str, job: Case, model: str, prompts: Path, seed: int) -> dict[str, Any]:
     best, tools = job.ours, case == "tools"
-    own = "rillflow.agents.{0}.stockroom:{1}".format if tools else f"{Path(task.__file__)}:{{1}}".format
+    played = stockroom.__name__ if tools else task.__file__
     return {
         "name": f"endtoend-{case}",
         "seed": seed,
@@ -134,8 +134,8 @@ def recipe(case: str, job: Case, model: str, prompts: Path, seed: int) -> dict[s
                 "engine": {"slots": 128, "context": best["context"], "on_update": "keep"},
             }
         },
-        "workflow": own("workflows", "play"),
-        "reward": own("environments", "reward"),
+        "workflow": f"{played}:play",
+        "reward": f"{played}:reward",
         "data": {"prompts": {"path": str(prompts)}, "shuffle": False},
         "dataflow": {"group_size": task.GROUP, "staleness": best["staleness"], "filters": []},
         "trainer": {

@@ -14,6 +14,7 @@ from bench import endtoend, endtoend_task
 from bench.common import Report
 from bench.endtoend_cpu import Metered
 from rillflow.config import load_recipe
+from rillflow.config.load import resolve_object
 
 
 def _side(reward: list[float], seconds: float, stale: list[float] | None = None) -> endtoend.Side:
@@ -42,6 +43,8 @@ def test_the_recipe_of_a_case_is_valid(case: str, tmp_path: Path) -> None:
     made = endtoend.recipe(case, endtoend.CASES[case], "tiny", tmp_path / "prompts.jsonl", 1)
     file.write_text(yaml.safe_dump(made))
     recipe = load_recipe(str(file))
+    assert callable(resolve_object(recipe.workflow))
+    assert callable(resolve_object(recipe.reward))
     assert recipe.policies["agent"].trainer.batch_groups * recipe.dataflow.group_size == endtoend.BATCH
 
 
