@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import threading
-import time
 
 import pytest
 from dataflow_server import served
@@ -178,12 +177,40 @@ async def test_a_sampler_that_hangs_is_the_trainers_answer_and_nobody_elses(tmp_
         assert (await soon(run.ask("a"))).batch.groups == 2
 
 
-async def test_what_a_hook_has_learnt_is_saved_when_it_is_not_at_work(tmp_path):
+async def test_what_a_hook_has_learnt_is_saved_with_what_it_decided(tmp_path):
     hook = Counted()
     async with served(tmp_path, hooks=Hooks(filters=[("counts", hook)])) as run:
         await run.join()
         await run.play_all()
-        began = time.monotonic()
-        while run.ledger.db.value("SELECT value FROM hook_state WHERE hook = 'counts'") != '{"calls":2}':
-            assert time.monotonic() < began + LONG
-            await run.client.unit_beat(run.beat())
+        await run.client.unit_beat(run.beat())
+        assert run.ledger.db.value("SELECT value FROM hook_state WHERE hook = 'counts'") == '{"calls":2}'
+
+
+class SlowToTell(Counted):
+    """A filter whose state takes until it is let `tell`."""
+
+    def __init__(self):
+        super().__init__()
+        self.asked, self.tell = threading.Event(), threading.Event()
+        self.on_the_loop = False
+
+    def state(self):
+        if self.calls:
+            on_the_loop = threading.current_thread() is threading.main_thread()
+            self.on_the_loop |= on_the_loop
+            self.asked.set()
+            assert on_the_loop or self.tell.wait(LONG)
+        return {"calls": len(self.calls)}
+
+
+async def test_other_routes_answer_while_a_hook_tells_its_state(tmp_path):
+    hook = SlowToTell()
+    async with served(tmp_path, hooks=Hooks(filters=[("slow", hook)])) as run:
+        await run.join()
+        playing = await played(run)
+        await until(hook.asked.is_set)
+        assert (await soon(run.client.status())).phase == "training"
+        hook.tell.set()
+        assert all(await soon(asyncio.gather(*playing)))
+        assert not hook.on_the_loop
+        assert run.ledger.db.value("SELECT value FROM hook_state WHERE hook = 'slow'") == '{"calls":2}'

@@ -62,7 +62,6 @@ class Beside:
     """The calls of one run's hooks. Belongs to one event loop; hooks that `is_users` run in threads, others at once."""
 
     def __init__(self, seconds: float, is_users: Callable[[object], bool]) -> None:
-        self.at_work: set[int] = set()  # ids of hooks in whose code a thread is
         self.wanted: dict[Key, HookPending] = {}  # calls that a transition went on without
         self._seconds = seconds
         self._is_users = is_users
@@ -138,11 +137,10 @@ class Beside:
 
     async def _called(self, pending: HookPending, hook: int) -> _Outcome:
         thread = f"hook {pending.name}"
-        self.at_work.add(hook)
         try:
             async with asyncio.timeout(self._seconds) as deadline:
                 return _Outcome(
-                    await in_daemon(pending.work, thread, exited=_exited, ended=lambda: self._returned(hook))
+                    await in_daemon(pending.work, thread, exited=_exited, ended=lambda: self._stuck.discard(hook))
                 )
         except Exception as error:
             if not deadline.expired():
@@ -151,10 +149,6 @@ class Beside:
             late = HookTimeout(f"{pending.name} took longer than {self._seconds:g} s")
             late.add_note(f"It is at:\n{_stack(thread)}")
             return _Outcome(error=late)
-
-    def _returned(self, hook: int) -> None:
-        self.at_work.discard(hook)
-        self._stuck.discard(hook)
 
     def _keep(self, key: Key, outcome: _Outcome) -> None:
         self._answers[key] = outcome

@@ -46,6 +46,7 @@ class Hooks:
         named = [(type(sampler).__name__, sampler) for sampler in samplers]
         self._states = SavedStates([*self.curators, *self.filters, *named])
         self._beside: Beside | None = None
+        self._in_threads: frozenset[int] = frozenset()  # ids of hooks that work beside the event loop
         self.errors = UserErrors()
         self._told: deque[Exception] = deque(maxlen=64)  # errors that were logged lately
 
@@ -53,7 +54,9 @@ class Hooks:
         """Run users' hooks beside the event loop from now on, each call for at most `seconds`; None if there are no
         such hooks."""
         hooks = [self.sampler, *(hook for _, hook in (*self.filters, *self.curators))]
-        self._beside = Beside(seconds, _is_users) if any(map(_is_users, hooks)) else None
+        users = [hook for hook in hooks if _is_users(hook)]
+        self._beside = Beside(seconds, _is_users) if users else None
+        self._in_threads = frozenset(id(one) for hook in users for one in _with_inner(hook))
         return self._beside
 
     @classmethod
@@ -152,14 +155,9 @@ class Hooks:
     # ------------------------------------------------------------ what they have learnt
 
     def changes(self) -> list[tuple[str, str, str]]:
-        """Rows of (hook, key, JSON) to be written over those saved before; they count as saved from now on. A hook at
-        work in a thread is left for the next time."""
-        if self._beside is None:
-            return self._states.changes()
-        at_work = set(self._beside.at_work)
-        if isinstance(self.sampler, Replay) and id(self.sampler) in at_work:
-            at_work.add(id(self.sampler.fresh))
-        return self._states.changes(at_work)
+        """Rows of (hook, key, JSON) to be written over those saved before; they count as saved from now on. A hook that
+        works in a thread has told its state at the end of its last call."""
+        return self._states.changes(self._in_threads)
 
     def restore(self, rows: Iterable[tuple[str, str, str]]) -> None:
         """Make all state what the rows say: at a start, and when the transaction of the last changes is taken back."""
@@ -173,7 +171,18 @@ class Hooks:
         self, hook: object, name: str, key: Key, work: Callable[[], T], fits: Callable[[T], bool] = lambda value: True
     ) -> T:
         """Return what the hook says; HookPending where it is asked beside the event loop and has not said it yet."""
-        return work() if self._beside is None else self._beside.answer(hook, name, key, work, fits)
+        if self._beside is None:
+            return work()
+        return self._beside.answer(hook, name, key, partial(self._worked, hook, work), fits)
+
+    def _worked(self, hook: object, work: Callable[[], T]) -> T:
+        """Call a hook; read the state of a user's hook where it works."""
+        try:
+            return work()
+        finally:
+            if id(hook) in self._in_threads:
+                for one in _with_inner(hook):
+                    self._states.take(one)
 
     def _complain(self, name: str, what: str, error: Exception) -> None:
         """Log an error of a hook, and count it."""
@@ -188,6 +197,11 @@ def _is_users(hook: object) -> bool:
     if isinstance(hook, Replay):
         return _is_users(hook.fresh)
     return isinstance(hook, FunctionFilter) or not type(hook).__module__.startswith("rillflow.")
+
+
+def _with_inner(hook: object) -> tuple[object, ...]:
+    """Return a hook, and the sampler that it asks, if any."""
+    return (hook, hook.fresh) if isinstance(hook, Replay) else (hook,)
 
 
 def _seen(group: Group) -> tuple[str, str, tuple[float, ...], tuple[int, ...]]:

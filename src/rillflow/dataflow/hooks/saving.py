@@ -1,14 +1,16 @@
 """What the hooks have learnt, as rows of (hook, key, JSON), and back.
 
 `changes` gives what differs from the rows given before; written in the transaction that the hooks' decisions belong
-to, the rows always hold what the hooks knew when it was committed. `restore` makes the hooks what the rows say,
-whatever they have learnt since: after a restart, and after a transaction was taken back.
+to, the rows always hold what the hooks knew when it was committed. A hook that works in a thread tells its state there,
+after each call (`take`), so a slow `state` delays nothing else. `restore` makes the hooks what the rows say, whatever
+they have learnt since: after a restart, and after a transaction was taken back.
 """
 
 from __future__ import annotations
 
 import json
 import logging
+import threading
 from collections.abc import Iterable, Iterator, Set
 from typing import Any, Protocol, cast, runtime_checkable
 
@@ -36,19 +38,32 @@ class SavedStates:
         self._initial = {name: _text_of(name, hook) for name, hook in self._hooks.items()}
         self._saved = dict(self._initial)
         self._unsaved: set[str] = set()  # hooks whose state could not be saved: reported once, not at every commit
+        self._taken: dict[tuple[str, str], str] = {}  # rows that `take` has read and `changes` has not given yet
+        self._lock = threading.Lock()  # of `_taken`
 
-    def changes(self, at_work: Set[int] = frozenset()) -> list[tuple[str, str, str]]:
+    def changes(self, in_threads: Set[int] = frozenset()) -> list[tuple[str, str, str]]:
         """The rows to be written over those of the same hook and key. They count as saved from now on. Hooks whose ids
-        are `at_work` are not asked."""
-        found: list[tuple[str, str, str]] = []
+        are `in_threads` are not asked: `take` has read their state."""
+        with self._lock:
+            taken, self._taken = self._taken, {}
+        found = [(name, key, text) for (name, key), text in taken.items()]
         for name, hook in self._hooks.items():
-            if id(hook) in at_work:
-                continue
-            try:
-                found += self._changes_of(name, hook)
-            except Exception:
-                self._complain(name)
+            if id(hook) not in in_threads:
+                found += self._asked(name, hook)
         return found
+
+    def take(self, hook: object) -> None:
+        """Read the state of a hook for the next `changes`. Runs in the thread in which the hook works."""
+        rows = [row for name, one in self._hooks.items() if one is hook for row in self._asked(name, one)]
+        with self._lock:
+            self._taken |= {(name, key): text for name, key, text in rows}
+
+    def _asked(self, name: str, hook: Stateful) -> list[tuple[str, str, str]]:
+        try:
+            return self._changes_of(name, hook)
+        except Exception:
+            self._complain(name)
+            return []
 
     def _complain(self, name: str) -> None:
         if name not in self._unsaved:
@@ -75,6 +90,8 @@ class SavedStates:
 
     def restore(self, rows: Iterable[tuple[str, str, str]]) -> None:
         """Replaces all state; a hook without rows is again what it was when it was made."""
+        with self._lock:
+            self._taken = {}
         found: dict[str, dict[str, str]] = {}
         for name, key, text in rows:
             found.setdefault(name, {})[key] = text
