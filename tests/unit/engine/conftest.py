@@ -43,6 +43,20 @@ _FAMILIES: dict[str, Callable[..., Any]] = {
     "mistral window": lambda **size: MistralForCausalLM(MistralConfig(sliding_window=12, **size)),
     "mixtral window": lambda **size: MixtralForCausalLM(MixtralConfig(sliding_window=12, num_local_experts=4, **size)),
     "phi3 window": lambda **size: Phi3ForCausalLM(Phi3Config(sliding_window=12, pad_token_id=0, **size)),
+    # Its rotary embedding is another one for sequences of more than 64 tokens.
+    "phi3 long": lambda **size: Phi3ForCausalLM(
+        Phi3Config(
+            pad_token_id=0,
+            original_max_position_embeddings=64,
+            rope_parameters={
+                "rope_type": "longrope",
+                "short_factor": [1.0] * 4,
+                "long_factor": [1.0, 2.0, 4.0, 8.0],
+                "rope_theta": 10_000.0,
+            },
+            **size,
+        )
+    ),
     "starcoder2 window": lambda **size: Starcoder2ForCausalLM(Starcoder2Config(sliding_window=12, **size)),
 }
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import BloomConfig, BloomForCausalLM
+from transformers import BloomConfig, BloomForCausalLM, GPTNeoConfig, GPTNeoForCausalLM
 
 from drawn_from import GRID, drawn_from
 from rillflow.config import PolicyConfig
@@ -57,6 +57,25 @@ def test_attention_that_we_do_not_compute_is_refused_at_the_start(kit: Any) -> N
     mixed.config.layer_types = ["full_attention", "sliding_attention"]
     with pytest.raises(EngineError, match="layers of kind sliding_attention"):
         EmbeddedEngine(mixed, slots=2, context=64)
+
+
+def test_a_window_under_another_name_is_refused_beyond_its_length() -> None:
+    sizes = {"hidden_size": 32, "num_layers": 2, "num_heads": 4, "attention_types": [[["global", "local"], 1]]}
+    model = GPTNeoForCausalLM(GPTNeoConfig(vocab_size=97, max_position_embeddings=256, window_size=24, **sizes)).eval()
+    with pytest.raises(EngineError, match=r"GPTNeoConfig with 128 tokens: .* \(window_size 24\)"):
+        EmbeddedEngine(model, slots=2, context=128)
+
+
+async def test_a_rotary_embedding_that_depends_on_the_length_is_run_up_to_that_length_and_refused_beyond(
+    kit: Any,
+) -> None:
+    model, reference = kit.pair("phi3 long")
+    async with kit.running(model, context=64) as engine:
+        answer = await kit.ask(engine, kit.prompt(30), max_tokens=30, seed=1)
+    assert answer.raw_logprobs == pytest.approx(kit.plain(reference, answer), abs=1e-5)
+    with pytest.raises(EngineError, match=r"beyond 64 .* \(longrope\) is another one") as refused:
+        EmbeddedEngine(kit.build("phi3 long"), slots=2, context=65)
+    assert refused.value.hint.startswith("set engine.context to 64 or less")
 
 
 async def test_both_log_probs_are_exact_for_any_sampling(kit: Any) -> None:

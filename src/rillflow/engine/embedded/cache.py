@@ -56,6 +56,7 @@ class Batch:
 _GRAIN = {"cpu": 1, "cuda": 16}
 # On a CPU, how many numbers of keys attention reads in the time that one more call takes (measured: 20 microseconds).
 _CALL = 15_000
+_WINDOWS = ("window", "window_size", "window_len")  # how configs name a number of tokens that attention sees
 
 
 class KVCache:
@@ -278,7 +279,14 @@ def free_bytes(device: torch.device) -> int:
 
 def _window(config: PreTrainedConfig, context: int) -> int | None:
     """Return the sliding window of all layers if sequences can be longer than it. Models whose layers differ name the
-    kind of each."""
+    kind of each. Raise EngineError for a shorter window under another name: it is not computed here."""
+    for name, value in config.to_dict().items():
+        if name != "sliding_window" and name.endswith(_WINDOWS) and type(value) is int and 0 < value < context:
+            raise EngineError(
+                f"the embedded engine cannot run {type(config).__name__} with {context} tokens: its attention has a "
+                f"window ({name} {value})",
+                f"set engine.context to {value} or less, or use another engine",
+            )
     if getattr(config, "layer_types", None) is not None or not getattr(config, "use_sliding_window", True):
         return None
     window: int | None = getattr(config, "sliding_window", None)

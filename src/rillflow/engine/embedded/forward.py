@@ -48,6 +48,7 @@ def make_forward(model: Any, cache: KVCache, *, lean: bool = True) -> Forward:
             f"the embedded engine cannot run layers of kind {', '.join(sorted(kinds - {'full_attention'}))}",
             "use a model with full attention in every layer, or another engine",
         )
+    _check_rotary(config, cache.context)
     if lean and cache.window is None and _is_lean(model):
         return LeanForward(model, cache)
     from rillflow.engine.embedded.library import LibraryForward
@@ -55,6 +56,19 @@ def make_forward(model: Any, cache: KVCache, *, lean: bool = True) -> Forward:
     forward = LibraryForward(model, cache)
     forward.check()
     return forward
+
+
+def _check_rotary(config: Any, context: int) -> None:
+    """Refuse sequences for which the library changes the rotary embedding when the longest one of a batch passes a
+    length: keys that are cached have the other one, and so have shorter sequences of the batch."""
+    rope = getattr(config, "rope_parameters", None) or {}
+    longest = rope.get("original_max_position_embeddings", context)
+    if rope.get("rope_type") == "longrope" and context > longest:
+        raise EngineError(
+            f"the embedded engine cannot run {type(config).__name__} with {context} tokens: beyond {longest} its "
+            "rotary embedding (longrope) is another one",
+            f"set engine.context to {longest} or less, or use another engine",
+        )
 
 
 def _is_lean(model: Any) -> bool:
