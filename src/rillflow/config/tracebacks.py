@@ -1,6 +1,7 @@
 """Errors of user code: where they were raised, and each distinct traceback once in the log of a process.
 
-Two errors are the same if they have one type and come from the same lines; their messages may differ.
+Two errors are the same if they have one type and come from the same lines; their messages may differ. Texts that leave
+the process have no passwords of URLs.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from pathlib import Path
 
 from msgspec.structs import replace
 
+from rillflow.config.secrets import without_secrets
 from rillflow.types import UserError
 
 _PACKAGE = str(Path(__file__).resolve().parents[1])
@@ -85,7 +87,7 @@ def located(error: BaseException) -> str:
 
 def short(error: BaseException) -> str:
     """Return what goes to the ledger and the log of an error."""
-    return f"{type(error).__name__}: {error}"[:500]
+    return without_secrets(f"{type(error).__name__}: {error}")[:500]
 
 
 def place_of(error: BaseException) -> str:
@@ -102,7 +104,7 @@ def trace_of(error: BaseException) -> str:
     told = traceback.TracebackException.from_exception(error)
     first = next((n for n, frame in enumerate(told.stack) if _is_users(frame.filename)), 0)
     del told.stack[:first]
-    return "".join(told.format())[-_LONGEST:].rstrip()
+    return without_secrets("".join(told.format()))[-_LONGEST:].rstrip()
 
 
 def _is_explained(error: BaseException) -> bool:

@@ -16,6 +16,7 @@ from typing import Any, Literal, TypeVar
 import msgspec
 
 from rillflow.config.load import parse
+from rillflow.config.secrets import masked
 from rillflow.dashboard.curves import Curves
 from rillflow.dashboard.lanes import Lanes
 from rillflow.dataflow.balance import Balance
@@ -165,8 +166,10 @@ def tail(path: Path, size: int) -> bytes:
 
 
 def _recipe(root: Path) -> dict[str, Any]:
-    """The resolved recipe in plain values: of a run, of a supervised one, or of a version with other fields."""
+    """Return the resolved recipe in plain values, without its secrets: of a run, of a supervised one, or of a version
+    with other fields."""
     try:
-        return parse(root / "recipe.yaml")
+        recipe: dict[str, Any] = masked(parse(root / "recipe.yaml"))
     except ConfigError as error:
         raise RunError(error.message, "restore it from a copy") from error
+    return recipe

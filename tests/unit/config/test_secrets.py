@@ -11,6 +11,7 @@ import pytest
 from rillflow.config import load_recipe
 from rillflow.config.load import FIT, read_raw, recipes
 from rillflow.config.secrets import MASK, SecretFormatter, masked, missing, names_secret, unmasked, without_secrets
+from rillflow.config.tracebacks import located, trace_of
 from rillflow.errors import ConfigError
 from rillflow.storage import write_atomic
 
@@ -72,6 +73,15 @@ def test_log_lines_and_tracebacks_have_no_passwords() -> None:
     text = SecretFormatter("%(message)s").format(record)
     assert "redis://host/0" in text
     assert "me:hidden" not in text.replace('raise ConnectionError("redis://me:hidden', "")
+
+
+def test_errors_of_user_code_have_no_passwords() -> None:
+    """They go to the ledger, the dashboard and the terminal."""
+    with pytest.raises(ConnectionError) as caught:
+        raise ConnectionError("redis://me:hidden@host/0 is down")
+    assert located(caught.value).startswith("ConnectionError: redis://host/0 is down (test_secrets.py")
+    assert "redis://host/0" in trace_of(caught.value)
+    assert "hidden" not in trace_of(caught.value)
 
 
 def test_a_wrong_value_is_told_without_its_secret() -> None:

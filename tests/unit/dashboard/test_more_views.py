@@ -8,6 +8,7 @@ from pathlib import Path
 import yaml
 from dashboard_run import STARTED, make_run, step_line, write_lines
 
+from rillflow.config.secrets import MASK
 from rillflow.dashboard.views.algorithms import algorithms
 from rillflow.dashboard.views.balance import balance
 from rillflow.dashboard.views.charts import Window
@@ -90,6 +91,18 @@ def test_two_runs_share_their_charts(tmp_path: Path) -> None:
     step = next(row for row in shown["figures"] if row["name"] == "step")
     assert (step["left"], step["right"]) == (5.0, 3.0)
     assert [(row["path"], row["right"]) for row in shown["recipe"]["rows"]] == [("seed", "99")]
+
+
+def test_secrets_of_recipes_are_not_shown(tmp_path: Path) -> None:
+    """A reader's token opens the dashboard; the recipe is for its owner."""
+    one, other = make_run(tmp_path / "a"), make_run(tmp_path / "b")
+    recipe = yaml.safe_load((other.root / "recipe.yaml").read_text())
+    recipe["dataflow"]["units"]["redis"] = "redis://me:hidden@host:6379/0"
+    recipe["tools"] = [{"mcp": {"headers": {"Authorization": "hidden"}}}]
+    (other.root / "recipe.yaml").write_text(yaml.safe_dump(recipe))
+    rows = {row["path"]: row["right"] for row in compare(watched(one), watched(other), WIDE)["recipe"]["rows"]}
+    assert rows["dataflow.units.redis"] == "redis://host:6379/0"
+    assert rows["tools[0].mcp.headers.Authorization"] == MASK
 
 
 def test_what_is_not_set_counts_as_null() -> None:
