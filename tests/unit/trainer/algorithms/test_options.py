@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any, get_args
 
 import pytest
+import torch
 from pydantic import ValidationError
 
 from rillflow.config import TrainerConfig
 from rillflow.trainer.algorithms import ADVANTAGES, ALGORITHMS, convention_of
 from rillflow.trainer.algorithms.advantages import CONVENTIONS, standardise, whiten
-from rillflow.trainer.algorithms.common import seq_mean_token_mean, token_mean
+from rillflow.trainer.algorithms.common import WholeRows, seq_mean_token_mean, token_mean
 from rillflow.trainer.algorithms.losses.cispo import CispoLoss
 from rillflow.trainer.algorithms.losses.clip import Clip, ClippedLoss
 from rillflow.trainer.algorithms.losses.m2po import M2poClip, M2poMask
@@ -49,6 +51,18 @@ def test_the_dual_clip_can_be_off_and_trl_has_none() -> None:
     assert loss(clip_dual="off") == loss(clip_dual=False) == loss(convention="trl") == off
     assert loss(convention="trl", clip_dual=4) == ClippedLoss(Clip(0.2, 0.2, 4.0))
     assert loss(algorithm="m2po", clip_dual="off") == M2poClip(0.01)
+
+
+def test_trls_loss_of_a_token_that_became_likely_is_not_bounded() -> None:
+    """With A = -1 and a log-ratio of 2, verl's dual clip gives a loss of 3 without a gradient."""
+    for settings, value, slope in (({"convention": "trl"}, math.exp(2), math.exp(2)), ({}, 3.0, 0.0)):
+        new_T = torch.tensor([-1.0], dtype=torch.float64, requires_grad=True)
+        old_T = torch.tensor([-3.0], dtype=torch.float64)
+        of_tokens: Any = loss(**settings)
+        loss_T = of_tokens(WholeRows(new_T, old_T, torch.tensor([-1.0]), torch.tensor([0]), 1))
+        loss_T.sum().backward()
+        assert new_T.grad is not None
+        assert (loss_T.item(), new_T.grad.item()) == pytest.approx((value, slope))
 
 
 def test_a_sample_that_is_alone_in_its_group_is_worth_nothing_unless_the_recipe_says_so() -> None:

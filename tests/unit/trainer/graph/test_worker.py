@@ -239,6 +239,18 @@ def test_functions_may_lie_beside_the_recipe(tmp_path: Path) -> None:
     assert np.isfinite(metrics["loss"])
 
 
+def test_every_step_draws_from_the_recipes_seed_and_its_own_number(tmp_path: Path) -> None:
+    """Mini-batches are drawn by `step.order`."""
+    source = "from rillflow.trainer.graph import function\n\n\n@function('told', role='reward', kind='compute', "
+    source += "needs=['reward_R'], gives=['reward_R'])\ndef told(step, data):\n"
+    source += "    step.metrics['seed'], step.metrics['number'] = step.order\n    return {'reward_R': data['reward_R']}"
+    (tmp_path / "told.py").write_text(source)
+    recipe = load_recipe("quickstart", ["seed=7", f"trainer.nodes=[{tmp_path / 'told.py'}:told]"])
+    worker = build_worker(recipe, "agent", Alone())
+    steps = [worker.step([random_rows(number)]) for number in range(2)]
+    assert [(metrics["seed"], metrics["number"]) for metrics in steps] == [(7, 0), (7, 1)]
+
+
 @pytest.mark.parametrize("settings", [{}, PPO, {"updates": 3, "epochs": 2}], ids=["grpo", "ppo", "mini-batches"])
 def test_two_ranks_do_what_one_does(settings: dict[str, Any]) -> None:
     """Their shares cut through groups, whose rewards a node has changed."""
