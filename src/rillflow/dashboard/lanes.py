@@ -34,12 +34,12 @@ class Spans:
     @classmethod
     def of(cls, spans: list[Span]) -> Spans:
         """Return the spans of a file as columns, without those out of order."""
-        known = [(span.begin, span.end, _CODES[span.state]) for span in spans]
-        rows = np.array(known, np.float64).reshape(len(known), 3)
-        begin, end = rows[:, 0], rows[:, 1]
-        reached = np.maximum.accumulate(np.concatenate(([-np.inf], end)))[:-1]
-        kept = rows[begin >= reached]
-        return cls(kept[:, 0], kept[:, 1], kept[:, 2].astype(np.int8)).joined()
+        count = len(spans)
+        begin = np.fromiter((span.begin for span in spans), np.float64, count)
+        end = np.fromiter((span.end for span in spans), np.float64, count)
+        state = np.fromiter((_CODES[span.state] for span in spans), np.int8, count)
+        kept = begin >= np.maximum.accumulate(np.concatenate(([-np.inf], end)))[:-1]
+        return cls(begin[kept], end[kept], state[kept]).joined()
 
     def __len__(self) -> int:
         return len(self.begin)
