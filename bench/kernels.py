@@ -35,7 +35,6 @@ from rillflow.weights.delta import decode, encode
 
 PROMPT, SAMPLES = 30, 128
 WEIGHTS, CHANGED = 135_000_000, 0.005
-TRAINER = ("attention", "layers")
 
 
 def setting(without: str) -> str:
@@ -108,7 +107,7 @@ def main() -> None:
             made: PreTrainedModel = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
             return made
 
-        compare(report, "trainer", TRAINER, lambda: trainer(model()), repeats=repeats, unit="ms/sample")
+        compare(report, "trainer", ("layers",), lambda: trainer(model()), repeats=repeats, unit="ms/sample")
         size = 2_000_000 if arguments.quick else 16_000_000
         compare(report, "a version by delta", ("delta",), lambda: delta(size), repeats=repeats, unit="s")
     report.finish(arguments.json)

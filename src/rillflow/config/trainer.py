@@ -218,10 +218,9 @@ class TrainerConfig(AlgorithmConfig):
     sharding: Literal["none", "fsdp"] = Field(
         "none", description="whether each rank holds the whole model, or a shard of it (FSDP2)"
     )
-    attention: Literal["auto", "padded", "loops", "sdpa", "varlen", "flex"] = Field(
+    attention: Literal["auto", "padded", "sdpa", "varlen", "flex"] = Field(
         "auto",
-        description="padded runs any model; loops (CPU), sdpa, varlen (GPU) and flex (GPU) pack rows end to end, "
-        "without padding",
+        description="padded runs any model; sdpa, varlen (GPU) and flex (GPU) pack rows end to end, without padding",
     )
     trees: bool = Field(False, description="compute the common prefixes of a micro-batch's rows once")
     recompute: bool = Field(

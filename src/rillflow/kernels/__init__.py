@@ -2,7 +2,6 @@
 
 | kernel | result |
 |---|---|
-| `attention` | attention of packed rows and trees in training, on a CPU |
 | `delta` | the coding of weight deltas and their fingerprints, on a CPU |
 | `delta_gpu` | the same on a GPU |
 | `layers` | norms, gates and rotary embeddings in training, on a CPU |
@@ -21,7 +20,7 @@ from contextlib import AbstractContextManager, nullcontext
 from rillflow.errors import ConfigError
 
 VARIABLE = "RILLFLOW_KERNELS"
-NAMES = ("attention", "delta", "delta_gpu", "layers")
+NAMES = ("delta", "delta_gpu", "layers")
 
 
 def enabled(name: str) -> bool:

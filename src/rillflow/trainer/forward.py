@@ -84,10 +84,8 @@ class ScalarForward:
 
 def _backend(model: PreTrainedModel, config: TrainerConfig) -> str:
     device = next(model.parameters()).device
-    # Compiled layers are not called from Python's loops.
-    wanted = "sdpa" if config.attention == "auto" and config.compile and device.type == "cpu" else config.attention
     dtype = DTYPES[config.dtype]
-    backend = choose(model, wanted, device, dtype=dtype, trees=config.trees)
+    backend = choose(model, config.attention, device, dtype=dtype, trees=config.trees)
     on_cpu = device.type == "cpu" and dtype == torch.float32 and backend != "padded"
     if on_cpu and not config.compile and kernels.enabled("layers"):
         from rillflow.trainer.fused import compile_ahead, fuse

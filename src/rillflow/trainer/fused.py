@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from rillflow import kernels
-from rillflow.kernels import attention, layers
+from rillflow.kernels import layers
 from rillflow.trainer.attention.interface import check
 from rillflow.trainer.attention.joined import Joined
 from rillflow.trainer.attention.spans import Heads
@@ -122,5 +122,4 @@ def _use() -> None:
     rows_PD, weight_D = torch.ones(8, 8, requires_grad=True), torch.ones(8, requires_grad=True)
     turns = torch.ones(8, 8), torch.ones(8, 8)
     heads = layers.rotate(layers.rms_norm(rows_PD, weight_D, 1e-6).view(8, 1, 8), (weight_D, 1e-6), *turns)
-    found = attention.attention(heads, heads, heads, torch.tensor([[0, 8, 0, 8]]), 1.0)
-    layers.gate(found, found).sum().backward()  # type: ignore[no-untyped-call]
+    layers.gate(heads, heads).sum().backward()  # type: ignore[no-untyped-call]

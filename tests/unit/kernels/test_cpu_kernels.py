@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 import torch
 
-from rillflow.kernels.attention import attention, paths, reference_attention
 from rillflow.kernels.compile import fastmath
 from rillflow.kernels.exponential import exponential
 from rillflow.kernels.layers import gate, reference_gate, reference_rms_norm, reference_rotate, rms_norm, rotate
@@ -52,16 +51,6 @@ def test_rotate(normed: bool) -> None:
         return reference_rotate(heads, (weight[0] if weight else None, 1e-6), *tables)
 
     compared(ours, theirs, [drawn(7, 3, 16), *([drawn(16)] if normed else [])])
-
-
-@pytest.mark.parametrize(("heads", "shared", "size"), [(4, 2, 16), (3, 1, 7), (2, 2, 32)])
-def test_attention_of_a_forest(heads: int, shared: int, size: int) -> None:
-    """Two trees: a root with three branches, of which one has a branch of its own, and a single row."""
-    parent_S, length_S = np.array([-1, 0, 1, 0, 0, -1]), np.array([9, 4, 5, 1, 30, 3])
-    table = paths(parent_S, np.cumsum(length_S) - length_S, length_S)
-    tokens = int(length_S.sum())
-    parts = [drawn(tokens, heads, size), drawn(tokens, shared, size, seed=1), drawn(tokens, shared, size, seed=2)]
-    compared(lambda *x: attention(*x, table, 0.3), lambda *x: reference_attention(*x, table, 0.3), parts)
 
 
 def test_exponential() -> None:

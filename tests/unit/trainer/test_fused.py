@@ -20,7 +20,7 @@ from transformers import (
 
 from rillflow.config import TrainerConfig
 from rillflow.errors import ConfigError
-from rillflow.kernels import attention, layers
+from rillflow.kernels import layers
 from rillflow.trainer.attention import hidden_states
 from rillflow.trainer.batches import Databuffer
 from rillflow.trainer.forward import PolicyForward
@@ -74,7 +74,7 @@ def test_the_same_numbers_and_gradients_of_packed_rows(name: str) -> None:
     layout = replace(make().layout, tokens_P=make().layout.tokens_P % 50)
     seen = []
     for one in (model, fused):
-        hidden_PD = hidden_states(one, layout, "loops")
+        hidden_PD = hidden_states(one, layout, "sdpa")
         pull_PD = torch.randn(hidden_PD.shape, generator=torch.Generator().manual_seed(1))
         hidden_PD.backward(pull_PD)
         seen.append((hidden_PD.detach(), {key: part.grad for key, part in one.named_parameters()}))
@@ -93,7 +93,7 @@ def test_what_packed_attention_does_not_have_is_refused_by_fused_layers_too() ->
     (make,) = micro_batches(Databuffer(branching(3)), [], 1 << 20, device=torch.device("cpu"), trees=True)
     layout = replace(make().layout, tokens_P=make().layout.tokens_P % 50)
     with pytest.raises(ConfigError, match="dropout"):
-        hidden_states(model, layout, "loops")
+        hidden_states(model, layout, "sdpa")
 
 
 def test_all_that_is_known_is_fused_and_nothing_else() -> None:
@@ -115,9 +115,9 @@ class _Ones(torch.nn.Module):
 def test_a_rehearsal_compiles_what_a_step_uses() -> None:
     """None of the loops is compiled again for the types of a real model."""
     compile_ahead().join(120)
-    loops = [loop for module in (attention, layers) for name, loop in vars(module).items() if name.endswith("_loop")]
+    loops = [loop for name, loop in vars(layers).items() if name.endswith("_loop")]
     known = [len(loop.signatures) for loop in loops]
-    assert len(known) == 8
+    assert len(known) == 6
     assert all(known)
     model = Qwen3ForCausalLM(Qwen3Config(**SMALL | {"vocab_size": VOCAB}, **HEADS, head_dim=8))
     (make,) = micro_batches(Databuffer(branching(3)), [], 1 << 20, device=torch.device("cpu"), trees=True)

@@ -6,18 +6,17 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from rillflow import kernels
 from rillflow.errors import ConfigError
 from rillflow.trainer.attention import padded
 from rillflow.trainer.attention.flex import flex
 from rillflow.trainer.attention.interface import NAME
-from rillflow.trainer.attention.joined import LOOPS, joined
+from rillflow.trainer.attention.joined import joined
 from rillflow.trainer.packing import Layout
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-__all__ = ["LOOPS", "choose", "decoder", "hidden_states"]
+__all__ = ["choose", "decoder", "hidden_states"]
 
 
 def hidden_states(model: PreTrainedModel, layout: Layout, backend: str) -> torch.Tensor:
@@ -41,8 +40,8 @@ def hidden_states(model: PreTrainedModel, layout: Layout, backend: str) -> torch
 def _packed(layout: Layout, backend: str) -> Any:
     if backend == "flex":
         return flex(layout)
-    if backend != "sdpa":
-        return joined(layout, "flash" if backend == "varlen" else LOOPS)
+    if backend == "varlen":
+        return joined(layout, "flash")
     return joined(layout, "fused" if layout.tokens_P.device.type == "cpu" else "plain")
 
 
@@ -68,14 +67,11 @@ def choose(
     reason = _unpackable(body)
     if wanted == "auto":
         flash = device.type == "cuda" and not _no_flash(body, dtype or model.dtype)
-        loops = not _no_loops(device, dtype or model.dtype)
-        wanted = "padded" if reason else "varlen" if flash else LOOPS if loops else "sdpa"
+        wanted = "padded" if reason else "varlen" if flash else "sdpa"
     elif wanted in {"varlen", "flex"} and device.type != "cuda":
         reason = reason or f"{wanted} attention needs a GPU"
     elif wanted == "varlen":
         reason = reason or _no_flash(body, dtype or model.dtype)
-    elif wanted == LOOPS:
-        reason = reason or _no_loops(device, dtype or model.dtype)
     if trees and wanted == "padded":
         raise ConfigError(
             f"padded attention cannot read trees{': ' + reason if reason else ''}", "set trainer.trees: false"
@@ -108,13 +104,6 @@ def _no_flash(body: Any, dtype: torch.dtype) -> str:
         return f"flash attention computes in bf16, not in {dtype}"
     size = _head_size(body)
     return "" if size % 8 == 0 and size <= 256 else f"flash attention has no heads of size {size}"
-
-
-def _no_loops(device: torch.device, dtype: torch.dtype) -> str:
-    """Return why the compiled loops cannot run; empty if they can."""
-    if device.type != "cpu" or dtype != torch.float32:
-        return f"the loops compute in fp32 on a CPU, not in {dtype} on {device.type}"
-    return "" if kernels.enabled("attention") else f"{kernels.VARIABLE} turns them off"
 
 
 def _head_size(body: Any) -> int:

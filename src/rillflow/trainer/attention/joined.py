@@ -23,9 +23,6 @@ if TYPE_CHECKING:
     from rillflow.trainer.batches import Ints
 
 KERNELS: dict[str, Kernel] = {"fused": Fused(), "plain": Plain(), "flash": Flash()}
-# Not pass by pass, and no operator: its one table has the paths of all spans, and nothing of it is compiled by torch.
-# Imported when it is needed, with its compiler.
-LOOPS = "loops"
 _TABLES = 4  # for each pass: places of queries and of keys, edges of spans of queries and of keys
 _ROUND = 128
 
@@ -38,10 +35,6 @@ class Joined(NamedTuple):
     kernel: str
 
     def __call__(self, heads: Heads, scale: float) -> torch.Tensor:
-        if self.kernel == LOOPS:
-            from rillflow.kernels.attention import attention
-
-            return attention(*heads, self.tables[0], scale)
         out: torch.Tensor = torch.ops.rillflow.forest_attention(
             *heads, self.tables, self.most, way=self.kernel, scale=scale
         )[0]
@@ -50,10 +43,6 @@ class Joined(NamedTuple):
 
 def joined(layout: Layout, kernel: str) -> Joined:
     """Kernels that loop over spans on the host want their edges there."""
-    if kernel == LOOPS:
-        from rillflow.kernels.attention import paths
-
-        return Joined([paths(layout.parent_S, layout.start_S, layout.length_S)], [0], kernel)
     device = layout.tokens_P.device
     edges_on = device if kernel == "flash" else torch.device("cpu")
     tables: list[torch.Tensor] = []

@@ -8,8 +8,6 @@ from packed_helpers import CPU, branching, grouped_model
 from transformers import (
     Gemma2Config,
     Gemma2ForCausalLM,
-    LlamaConfig,
-    LlamaForCausalLM,
     MistralConfig,
     MistralForCausalLM,
     PreTrainedModel,
@@ -36,12 +34,11 @@ def sliding(window: int | None) -> PreTrainedModel:
 
 def test_auto_packs_wherever_it_can() -> None:
     model = grouped_model(dtype=torch.float32)
-    assert choose(model, "auto", CPU) == "loops"
-    assert choose(grouped_model(), "auto", CPU) == "sdpa", "it computes in fp64"
+    assert choose(model, "auto", CPU) == "sdpa"
     assert choose(model, "auto", CPU, dtype=torch.bfloat16) == "sdpa"
     assert choose(model, "auto", GPU, dtype=torch.bfloat16) == "varlen"
     assert choose(model, "auto", GPU) == "sdpa"  # flash attention has no fp32
-    assert choose(sliding(None), "auto", CPU) == "loops"
+    assert choose(sliding(None), "auto", CPU) == "sdpa"
     assert choose(capped(), "auto", CPU) == "padded"
     assert choose(sliding(8), "auto", CPU) == "padded"
 
@@ -60,15 +57,6 @@ def test_kernels_of_gpus_are_refused_on_the_cpu(wanted: str) -> None:
 def test_varlen_is_refused_in_fp32() -> None:
     with pytest.raises(ConfigError, match="bf16"):
         choose(grouped_model(), "varlen", GPU, dtype=torch.float32)
-
-
-def test_loops_are_refused_where_they_cannot_compute() -> None:
-    with pytest.raises(ConfigError, match="fp32 on a CPU"):
-        choose(grouped_model(), "loops", CPU, dtype=torch.bfloat16)
-    with pytest.raises(ConfigError, match="fp32 on a CPU"):
-        choose(grouped_model(), "loops", GPU, dtype=torch.float32)
-    odd = LlamaConfig(**SMALL, num_attention_heads=2, num_key_value_heads=1, head_dim=6)
-    assert choose(LlamaForCausalLM(odd), "auto", CPU) == "loops"
 
 
 def test_models_that_cannot_be_packed_are_refused_by_name() -> None:

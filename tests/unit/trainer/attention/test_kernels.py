@@ -66,45 +66,6 @@ def test_kernels_of_the_cpu(kernel: str, seed: int) -> None:
     assert_like_written_out(layout, kernel, torch.float64, 1e-10)
 
 
-@pytest.mark.parametrize("seed", range(4))
-def test_loops_of_the_cpu(seed: int) -> None:
-    layout = layout_of(seed, torch.device("cpu"), rows=10, longest=100 + 100 * seed)
-    assert_like_written_out(layout, "loops", torch.float32, 2e-5)
-
-
-@pytest.mark.parametrize(("heads", "size"), [((1, 1), 4), ((6, 2), 7), ((4, 4), 64), ((8, 1), 80)])
-def test_loops_have_heads_of_all_kinds(heads: tuple[int, int], size: int) -> None:
-    """Also such as lie apart: of a layer, tokens are the last dimension but one."""
-    layout = layout_of(1, torch.device("cpu"))
-    parts = [part.detach() for part in inputs(layout, heads, size, torch.float32)]
-    apart = Heads(*(part.transpose(0, 1).contiguous().transpose(0, 1) for part in parts))
-    expected = written_out(*(part.double() for part in parts), layout)
-    torch.testing.assert_close(joined(layout, "loops")(apart, SCALE).double(), expected, rtol=2e-5, atol=2e-5)
-
-
-def test_of_loops_a_tree_depends_on_nothing_but_itself() -> None:
-    """Scores of a row must not depend on which others are in its micro-batch."""
-    layout = layout_of(2, torch.device("cpu"))
-    end = int(subtree_ends(layout)[0])
-    segments = int((layout.start_S < end).sum())
-    alone = Layout(layout.tokens_P[:end], layout.position_P[:end], *(
-        part[:segments] for part in (layout.start_S, layout.length_S, layout.parent_S)
-    ))  # fmt: skip
-    parts = [part.detach() for part in inputs(layout, (4, 2), 16, torch.float32)]
-    whole = joined(layout, "loops")(Heads(*parts), SCALE)
-    assert torch.equal(joined(alone, "loops")(Heads(*(part[:end] for part in parts)), SCALE), whole[:end])
-
-
-def test_what_is_not_a_number_stays_so_in_loops() -> None:
-    layout = layout_of(0, torch.device("cpu"))
-    parts = [part.detach() for part in inputs(layout, (4, 2), 16, torch.float32)]
-    parts[1][0] = torch.nan
-    out = joined(layout, "loops")(Heads(*parts), SCALE)
-    end = int(subtree_ends(layout)[0])
-    assert out[:end].isnan().all()
-    assert out[end:].isfinite().all()
-
-
 def test_plain_products_some_queries_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("rillflow.trainer.attention.plain._SCORES", 3000)
     assert_like_written_out(layout_of(1, torch.device("cpu")), "plain", torch.float64, 1e-10)
