@@ -9,8 +9,15 @@ import pytest
 import torch
 
 from rillflow.kernels.compile import fastmath
-from rillflow.kernels.exponential import exponential
-from rillflow.kernels.layers import gate, reference_gate, reference_rms_norm, reference_rotate, rms_norm, rotate
+from rillflow.kernels.layers import (
+    exponential,
+    gate,
+    reference_gate,
+    reference_rms_norm,
+    reference_rotate,
+    rms_norm,
+    rotate,
+)
 
 
 def drawn(*shape: int, seed: int = 0, grad: bool = True) -> torch.Tensor:

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from rillflow.kernels.compile import compiled, inlined
-from rillflow.kernels.delta.bits import count_at_least
+from rillflow.kernels.delta.bit_streams import count_at_least
 from rillflow.kernels.delta.format import Array
 
 # Weights are looked at in blocks of this many, so that all of it happens in the processor's nearest cache.

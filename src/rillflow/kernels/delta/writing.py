@@ -11,10 +11,9 @@ from typing import Any
 import numpy as np
 
 from rillflow.kernels.compile import compiled
-from rillflow.kernels.delta.bits import SPARE, between, highest, ones
+from rillflow.kernels.delta.bit_streams import SPARE, best_rice, between, highest, ones, put, put_run, write_gaps
 from rillflow.kernels.delta.classes import BLOCK, Classes, choose, count_block, sampled_sizes
 from rillflow.kernels.delta.format import Array, Coded, Layout
-from rillflow.kernels.delta.subsets import best_rice, put, put_run, write_gaps
 from rillflow.kernels.delta.words import mixed, word_of
 
 _1, _3, _6, _63 = np.uint64(1), np.uint64(3), np.uint64(6), np.uint64(63)

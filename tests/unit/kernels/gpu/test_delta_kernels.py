@@ -24,7 +24,7 @@ from rillflow.weights.fingerprint import fingerprint
 require("triton")
 
 from rillflow.kernels.delta import gpu
-from rillflow.kernels.delta.gpu import batch, room, threads
+from rillflow.kernels.delta.gpu import batch
 from rillflow.kernels.delta.gpu import encode as writer
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -91,7 +91,7 @@ def test_segments_that_have_a_batch_each(monkeypatch: pytest.MonkeyPatch) -> Non
     """Unchanged, coded and raw segments, several of one tensor; the deltas are sealed by another thread."""
     monkeypatch.setattr(writer, "MOST_LOG2", 12)
     monkeypatch.setattr(writer, "_BUDGET", 1)
-    monkeypatch.setattr(threads, "_MANY", 0)
+    monkeypatch.setattr(batch, "_MANY", 0)
     base, new = pair(9000, 0.05)
     new[:4096] = base[:4096]
     noise = torch.from_numpy(np.random.default_rng(0).integers(-(2**15), 2**15, 4200).astype(np.int16))
@@ -199,7 +199,7 @@ def test_classes_of_which_all_or_most_weights_change(count: int) -> None:
 
 def test_arrays_in_one_piece_of_memory() -> None:
     """They do not overlap, begin where kernels want them to, and keep the memory; the memory keeps none of them."""
-    made = room.Room(torch.device(DEVICE))
+    made = batch.Room(torch.device(DEVICE))
     pieces = [made.ints(3), made.bytes(300), made.longs(2), made.numbers(5, 16), made.ints(0)]
     made.make()
     for number, piece in enumerate(pieces):
@@ -219,15 +219,15 @@ def test_arrays_in_one_piece_of_memory() -> None:
 
 @pytest.mark.parametrize("least", [0, 1 << 30])
 def test_work_that_is_done_by_others(least: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(threads, "_MANY", least)
-    later = [threads.Later(lambda number=number: 2 * number, 5) for number in (7, 100)]
+    monkeypatch.setattr(batch, "_MANY", least)
+    later = [batch.Later(lambda number=number: 2 * number, 5) for number in (7, 100)]
     assert [one.wait() for one in later] == [14, 200]
 
     def fails() -> None:
         raise CorruptData("no", "")
 
     with pytest.raises(CorruptData):
-        threads.Later(fails, 5).wait()
+        batch.Later(fails, 5).wait()
 
 
 def test_who_raises_leaves_nothing_under_way() -> None:

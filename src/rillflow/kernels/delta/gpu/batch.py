@@ -1,4 +1,8 @@
-"""Tensors as runs of words, copies to the host, and batches that take turns.
+"""Memory for kernels, tensors as runs of words, copies to the host, and batches that take turns.
+
+Many arrays share one piece of memory (`Room`): to allocate each alone would take the host longer than all other work.
+Every array begins at a multiple of 256 bytes, so that Triton compiles a kernel once for all of them. The memory is not
+cleared, and is freed with the last of its arrays.
 
 A batch needs a number from the device now and then. While its copy is under way the next batch gets its turn, so that
 the device always has work; how many are under way at once bounds the memory.
@@ -6,12 +10,15 @@ the device always has work; how many are under way at once bounds the memory.
 
 from __future__ import annotations
 
+import os
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import cache
 from itertools import pairwise
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -20,9 +27,89 @@ import torch
 from rillflow.kernels.compile import compiled
 from rillflow.kernels.delta.format import Layout, layout_of
 from rillflow.kernels.delta.gpu import places
-from rillflow.kernels.delta.gpu.room import Piece, Room, kernel
+
+_PIECE = 256
+# Much memory is asked for in multiples of this: calls that are alike ask for the same.
+_LARGE = 1 << 25
+_OF_NUMPY = {torch.uint8: np.uint8, torch.int32: np.int32, torch.int64: np.int64}
+
+
+class Piece:
+    """An array of a room, which can be used as soon as the room is made."""
+
+    __slots__ = ("begin", "dtype", "number", "room")
+
+    def __init__(self, room: Room, begin: int, number: int, dtype: torch.dtype) -> None:
+        self.room, self.begin, self.number, self.dtype = room, begin, number, dtype
+
+    def after(self, number: int) -> Piece:
+        """What follows so many, which must be a multiple of 16 bytes."""
+        begin = number * self.dtype.itemsize
+        assert begin % 16 == 0, "kernels are compiled for pieces that begin at multiples of 16 bytes"
+        return Piece(self.room, self.begin + begin, self.number - number, self.dtype)
+
+    @property
+    def tensor(self) -> torch.Tensor:
+        memory = self.room.memory
+        return memory[self.begin : self.begin + self.number * self.dtype.itemsize].view(self.dtype)
+
+    @property
+    def array(self) -> npt.NDArray[Any]:
+        """The same where the host can reach it."""
+        data = self.room.data[self.begin : self.begin + self.number * self.dtype.itemsize]
+        return data.view(_OF_NUMPY[self.dtype])
+
+
+class Room:
+    """Memory of a device, or with `host` of the host where the device can reach it too: who lets kernels use that must
+    keep it until they are done (see `in_turns`)."""
+
+    def __init__(self, device: torch.device, *, host: bool = False) -> None:
+        self._device, self._pinned = torch.device("cpu") if host else device, host and device.type == "cuda"
+        self.size = 0
+
+    def _take(self, number: int, dtype: torch.dtype) -> Piece:
+        piece = Piece(self, self.size, number, dtype)
+        self.size += -(-number * dtype.itemsize // _PIECE) * _PIECE
+        return piece
+
+    def bytes(self, number: int) -> Piece:
+        return self._take(number, torch.uint8)
+
+    def ints(self, number: int) -> Piece:
+        return self._take(number, torch.int32)
+
+    def longs(self, number: int) -> Piece:
+        return self._take(number, torch.int64)
+
+    def numbers(self, number: int, width: int) -> Piece:
+        """Of 64 bits where weights have 32, else of 32."""
+        return self._take(number, torch.int32 if width == 16 else torch.int64)
+
+    def make(self) -> None:
+        """Get the memory. Nothing can be taken any more."""
+        size = max(self.size, _PIECE)
+        if size > _LARGE:
+            size = -(-size // _LARGE) * _LARGE
+        self.memory = torch.empty(size, dtype=torch.uint8, device=self._device, pin_memory=self._pinned)
+        if self._device.type == "cpu":
+            self.data = self.memory.numpy()
+
+
+def kernel(function: Any, **constants: int) -> Callable[..., None]:
+    """Return what launches a Triton kernel with these constants and options of the compiler: called with the grid, in
+    one or two dimensions, and the arguments, on the current stream."""
+
+    def launch(grid: tuple[int, ...], *arguments: Piece | int) -> None:
+        found = [one.tensor if isinstance(one, Piece) else one for one in arguments]
+        function[grid](*found, **constants)
+
+    return launch
+
 
 Array = npt.NDArray[Any]
+# ---------------------------------------------------------------- tensors and batches
+
 WORD, _ALIGNED = 8, 16
 # Words of a block: what one program of a kernel looks at. Ranks within it have 12 bits.
 BLOCK = 1024
@@ -246,3 +333,30 @@ def _turn(under_way: deque[tuple[Work, Waiting]], work: Work, arrived: Any) -> N
 def own(starts: Piece, rows: int, owner: Piece) -> None:
     """Write whose each of some is: `starts` says of each row where its own begin, and where those of the last end."""
     kernel(places.own, MANY=128)((rows,), starts, owner)
+
+
+# ---------------------------------------------------------------- a thread beside the one of the device
+
+T = TypeVar("T")
+_THREADS = 2
+_MANY = 1 << 22  # bytes that are worth another thread
+
+
+@cache
+def _pool() -> ThreadPoolExecutor:
+    """Threads that stay: to start them for each call would take as long as what they do."""
+    return ThreadPoolExecutor(_THREADS, "rillflow-delta")
+
+
+os.register_at_fork(after_in_child=_pool.cache_clear)  # a fork has none of them
+
+
+class Later(Generic[T]):
+    """Work that another thread does if it is of many bytes, else the one that waits for it. It must not wait for other
+    work of this kind."""
+
+    def __init__(self, work: Callable[[], T], total: int) -> None:
+        self._work = _pool().submit(work).result if total >= _MANY else work
+
+    def wait(self) -> T:
+        return self._work()

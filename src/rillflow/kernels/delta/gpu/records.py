@@ -10,12 +10,12 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from rillflow.kernels.delta.gpu.cells import count_classes
 from rillflow.kernels.delta.gpu.words import (
     at_least,
     cell_bytes,
     change_of,
     classes_of,
+    count_classes,
     evens,
     exponents_of,
     field_of,

@@ -1,8 +1,13 @@
-"""The tables of segments, written for all of a batch in one call. `streams` says what the columns are."""
+"""The host's part of a delta: the tables of segments, and the header and checksum before the bytes of a tensor.
+
+The tables of a batch are written in one call; `streams` says what the columns are. The device leaves room for tables
+and headers, so that a delta is finished where it landed.
+"""
 
 from __future__ import annotations
 
 import numpy as np
+import xxhash
 
 from rillflow.kernels.compile import compiled, inlined
 from rillflow.kernels.delta.format import HEADER_SIZE
@@ -69,3 +74,24 @@ def _write_table(
             if column != 1 and members[c, column] == 0:
                 break
     return at
+
+
+# ---------------------------------------------------------------- headers
+
+# `format` says what they are.
+HEAD = np.dtype(
+    [
+        ("magic", "S4"), ("dtype", "u1"), ("log2", "u1"), ("weights", "<u8"), ("base", "<u8"), ("result", "<u8"),
+        ("checksum", "<u8"),
+    ]
+)  # fmt: skip
+_SEALED = HEADER_SIZE - HEAD["checksum"].itemsize
+
+
+def seal(data: Array, begin: Array, end: Array, heads: Array) -> None:
+    """Write the headers, which are rows of `HEAD`, and the checksums of deltas from `begin` to `end`."""
+    for number, (first, beyond) in enumerate(zip(begin.tolist(), end.tolist(), strict=True)):
+        checksum = xxhash.xxh3_64(heads[number].tobytes()[:_SEALED])
+        checksum.update(data.data[first + HEADER_SIZE : beyond])
+        heads["checksum"][number] = checksum.intdigest()
+        data[first : first + HEADER_SIZE] = np.frombuffer(heads[number].tobytes(), np.uint8)

@@ -3,12 +3,46 @@
 A cell is four words in a row. Counters of eight classes share a 64-bit number, a byte each, within a cell; within a
 block, which has fewer than 2**16 weights, four of them do, 16 bits each: the even ones and the odd ones. Constants of
 kernels are upper case, as Triton's are: WIDTH, MANTISSA and EXPONENTS describe a dtype, LANES = 64 / WIDTH.
+
+`majority` and `sum_of_bytes` are single instructions that the compiler does not find by itself. Triton's interpreter
+has no instructions, so it computes the same by arithmetic.
 """
 
 from __future__ import annotations
 
+import os
+
 import triton
 import triton.language as tl
+
+_INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
+
+
+@triton.jit
+def majority(a, b, c):
+    """Of numbers of type uint32, bit by bit."""
+    if _INTERPRETED:
+        found = (a & b) | ((a | b) & c)
+    else:
+        found = tl.inline_asm_elementwise(
+            "lop3.b32 $0, $1, $2, $3, 0xE8;", "=r,r,r,r", [a, b, c], dtype=tl.uint32, is_pure=True, pack=1
+        )
+    return found
+
+
+@triton.jit
+def sum_of_bytes(words, sums):
+    """`sums` and all four bytes of each number; all of them of type uint32."""
+    if _INTERPRETED:
+        found = sums + (words & 0xFF) + ((words >> 8) & 0xFF) + ((words >> 16) & 0xFF) + (words >> 24)
+    else:
+        found = tl.inline_asm_elementwise(
+            "dp4a.u32.u32 $0, $1, 0x01010101, $2;", "=r,r,r", [words, sums], dtype=tl.uint32, is_pure=True, pack=1
+        )
+    return found
+
+
+# ---------------------------------------------------------------- words
 
 GOLDEN = tl.constexpr(0x9E3779B97F4A7C15)
 MIX_1 = tl.constexpr(0xBF58476D1CE4E5B9)
@@ -192,3 +226,68 @@ def add_runs(stream, word, bits, first, last):
     sums = tl.cumsum(bits, 0)
     some = tl.where(last, sums, 0) - tl.where(first, sums - bits, 0)
     tl.atomic_add(stream + word, some, mask=first | last, sem="relaxed")
+
+
+# ---------------------------------------------------------------- cells
+
+# Classes of a cell are counted by its exponents, four to a number: three steps for four weights.
+# The high bit of each of four bytes, and all others.
+HIGH = tl.constexpr(0x80808080)
+LOW = tl.constexpr(0x7F7F7F7F)
+
+
+@triton.jit
+def halved(exponents):
+    """The high bits of exponents that are a byte each, and all others."""
+    exponents = exponents.to(tl.uint32, bitcast=True)
+    return exponents & HIGH, exponents & LOW
+
+
+@triton.jit
+def four_times(byte):
+    """A byte, given as a number of 64 bits, in all bytes of one of 32."""
+    return ((byte & 0xFF) * 0x01010101).to(tl.uint32)
+
+
+@triton.jit
+def reaches(high, low, limit):
+    """The high bit of each byte in which exponent + limit reaches 256, given the high and the low bits of the exponents
+    and four times the limit (see `reached`). The sum of the low bits carries into the high one, and what is
+    carried out of that is the majority of three bits."""
+    return majority(high, low + (limit & LOW), limit & HIGH)
+
+
+@triton.jit
+def count_reached(high, low, limit, sums):
+    """`sums` and 128 for each exponent that reaches the limit."""
+    return sum_of_bytes(reaches(high, low, limit), sums)
+
+
+@triton.jit
+def in_byte(sums, byte: tl.constexpr):
+    """Return the counts of `count_reached`, in the bytes of a number."""
+    return sums >> 7 if byte == 0 else sums << (8 * byte - 7)
+
+
+@triton.jit
+def count_classes(e_0, e_1, e_2, e_3, limits, last, PACKS: tl.constexpr):
+    """The counters of the classes 0 to `last`, at most 7, of each cell, given its exponents: PACKS numbers are used."""
+    high_0, low_0 = halved(e_0)
+    high_1, low_1 = halved(e_1)
+    high_2, low_2 = halved(e_2)
+    high_3, low_3 = halved(e_3)
+    none = tl.zeros_like(high_0)
+    above_0, above_1 = none + 4 * PACKS, none
+    for c in tl.static_range(1, 8):
+        if c <= last:
+            limit = four_times(limits >> (8 * c))
+            found = count_reached(high_1, low_1, limit, count_reached(high_0, low_0, limit, none))
+            if PACKS == 4:
+                found = count_reached(high_3, low_3, limit, count_reached(high_2, low_2, limit, found))
+            if c < 4:
+                above_0 += in_byte(found, c % 4)
+            else:
+                above_1 += in_byte(found, c % 4)
+    above = above_0.to(tl.int64) | (above_1.to(tl.int64) << 32)
+    # What a class has is what reaches it less what reaches the next: never negative, so no byte borrows from another.
+    return above - (above >> 8)
