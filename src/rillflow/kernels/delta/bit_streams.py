@@ -1,8 +1,8 @@
 """Bits of words, and subsets of ordered items in two bit streams. `format` documents the bits.
 
 Words have 64 bits: 64 flags, or eight bytes in each arithmetic operation. Places in arrays are those of whole words;
-the caller knows that they are inside. Streams are arrays of words that are zero behind what was written. Gaps are those of
-the members or, where that is `inverted`, of the others; with the Rice parameter 0 they are a bitmap.
+the caller knows that they are inside. Streams are arrays of words that are zero behind what was written. Gaps are those
+of the members or, where that is `inverted`, of the others; with the Rice parameter 0 they are a bitmap.
 """
 
 from __future__ import annotations
