@@ -15,9 +15,9 @@ import torch
 
 from rillflow import kernels
 from rillflow.kernels import layers
-from rillflow.trainer.attention.interface import check
-from rillflow.trainer.attention.joined import Joined
-from rillflow.trainer.attention.spans import Heads
+from rillflow.trainer.attention.backends import check
+from rillflow.trainer.attention.forest import Joined
+from rillflow.trainer.attention.kernels import Heads
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -8,9 +8,8 @@ import torch
 from packed_helpers import branching, grouped_model
 
 from rillflow.trainer.attention import hidden_states
-from rillflow.trainer.attention.joined import KERNELS, joined
-from rillflow.trainer.attention.passes import subtree_ends
-from rillflow.trainer.attention.spans import Heads
+from rillflow.trainer.attention.forest import KERNELS, joined, subtree_ends
+from rillflow.trainer.attention.kernels import Heads
 from rillflow.trainer.batches import Databuffer
 from rillflow.trainer.packing import Layout, micro_batches
 
@@ -67,7 +66,7 @@ def test_kernels_of_the_cpu(kernel: str, seed: int) -> None:
 
 
 def test_plain_products_some_queries_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rillflow.trainer.attention.plain._SCORES", 3000)
+    monkeypatch.setattr("rillflow.trainer.attention.kernels._SCORES", 3000)
     assert_like_written_out(layout_of(1, torch.device("cpu")), "plain", torch.float64, 1e-10)
 
 

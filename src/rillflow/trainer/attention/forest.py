@@ -1,26 +1,80 @@
-"""Attention of a forest as one operator: a kernel computes its passes, which are joined by their log-sum-exps.
+"""Attention of a forest of packed rows, in which a shared prefix is computed once.
 
-A shared prefix is never copied, and only queries, keys, values, the result and its log-sum-exps are kept for the
-backward pass, as in flash attention. The operator is opaque to torch.compile, so no graph breaks at it.
+In depth-first order a segment's descendants follow it without a gap. So each token's attention has two parts: its own
+segment, causally, and each of its ancestors, in full. A *pass* computes one such part for many tokens, spans of queries
+against spans of keys: the first pass has every segment against itself, pass d + 1 the descendants of segments of depth
+d against those segments. No pass needs a mask.
+
+`Joined` is one operator: a kernel computes the passes, which are joined by their log-sum-exps. A shared prefix is never
+copied, and only queries, keys, values, the result and its log-sum-exps are kept for the backward pass, as in flash
+attention. The operator is opaque to torch.compile, so no graph breaks at it. `Flex` is torch's flex attention with one
+block-sparse mask for the whole pack.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
-from rillflow.trainer.attention.passes import passes
-from rillflow.trainer.attention.plain import Plain
-from rillflow.trainer.attention.sdpa import Fused
-from rillflow.trainer.attention.spans import Found, Heads, Kernel, Spans, accumulating
-from rillflow.trainer.attention.varlen import Flash
+from rillflow.trainer.attention.kernels import Flash, Found, Fused, Heads, Kernel, Plain, Spans, accumulating
 from rillflow.trainer.packing import Layout
 
 if TYPE_CHECKING:
     from rillflow.trainer.batches import Ints
+
+
+@dataclass(frozen=True)
+class Pass:
+    """Span c has `query_C[c]` queries, which begin at `query_at_C[c]` of the packed tokens, and `key_C[c]` keys, which
+    begin at `key_at_C[c]`. The first pass is causal and covers all tokens; its queries and keys are the same.
+    """
+
+    query_C: Ints
+    key_C: Ints
+    query_at_C: Ints
+    key_at_C: Ints
+
+
+def subtree_ends(layout: Layout) -> Ints:
+    """Return the end in P of each segment's descendants."""
+    end_S = layout.start_S + layout.length_S
+    for segment in range(len(end_S) - 1, -1, -1):
+        parent = layout.parent_S[segment]
+        if parent >= 0:
+            end_S[parent] = max(end_S[parent], end_S[segment])
+    return end_S
+
+
+def passes(layout: Layout) -> list[Pass]:
+    own = Pass(layout.length_S, layout.length_S, layout.start_S, layout.start_S)
+    if (layout.parent_S < 0).all():
+        return [own]
+    after_S = layout.start_S + layout.length_S
+    hanging_S = subtree_ends(layout) - after_S
+    depth_S = _depths(layout.parent_S)
+    made = [own]
+    for depth in range(int(depth_S.max())):
+        at = np.flatnonzero((depth_S == depth) & (hanging_S > 0))
+        made.append(Pass(hanging_S[at], layout.length_S[at], after_S[at], layout.start_S[at]))
+    return made
+
+
+def _depths(parent_S: Ints) -> Ints:
+    depth_S = np.zeros_like(parent_S)
+    for segment, parent in enumerate(parent_S.tolist()):
+        if parent >= 0:
+            depth_S[segment] = depth_S[parent] + 1
+    return depth_S
+
+
+# ---------------------------------------------------------------- joined passes
+
 
 KERNELS: dict[str, Kernel] = {"fused": Fused(), "plain": Plain(), "flash": Flash()}
 _TABLES = 4  # for each pass: places of queries and of keys, edges of spans of queries and of keys
@@ -179,3 +233,34 @@ def _differentiate(ctx: Any, grad: torch.Tensor, _: Any) -> tuple[Any, ...]:
 
 
 _attention.register_autograd(_differentiate, setup_context=_keep)
+
+
+# ---------------------------------------------------------------- flex attention
+
+
+class Flex(NamedTuple):
+    mask: BlockMask
+
+    def __call__(self, heads: Heads, scale: float) -> torch.Tensor:
+        run = _compiled() if heads.query.is_cuda and not torch.compiler.is_compiling() else flex_attention
+        heads_first = (part.transpose(0, 1)[None] for part in heads)
+        shared = heads.query.shape[1] != heads.key.shape[1]
+        out: torch.Tensor = run(*heads_first, block_mask=self.mask, scale=scale, enable_gqa=shared)
+        return out[0].transpose(0, 1)
+
+
+def flex(layout: Layout) -> Flex:
+    device = layout.tokens_P.device
+    end_P = torch.from_numpy(np.repeat(subtree_ends(layout), layout.length_S)).to(device)
+
+    def sees(batch: Any, head: Any, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+        return (key <= query) & (query < end_P[key])
+
+    tokens = len(end_P)
+    return Flex(create_block_mask(sees, None, None, tokens, tokens, device=str(device)))
+
+
+@lru_cache(maxsize=1)
+def _compiled() -> Any:
+    """Without compiling, flex attention holds all scores in memory."""
+    return torch.compile(flex_attention, dynamic=True)

@@ -1,0 +1,239 @@
+"""Attention within spans of packed tokens, with log-sum-exps to join parts: one kernel for each kind of device.
+
+`Fused` (CPU) calls torch's fused attention span by span. Spans are views of the packed tensors, so nothing is copied or
+padded. Only short spans are computed several at once, padded at the end to the longest, where no causal query of a real
+token sees the padding. `Plain` serves devices without a fused kernel for the dtype by matrix products, some queries at
+a time. `Flash` (NVIDIA GPUs) is flash attention over spans of any length, in half precision. It calls the operators
+below `torch.nn.attention.varlen` directly, because joined passes need their backward with the log-sum-exp of all
+passes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, NamedTuple, Protocol
+
+import numpy as np
+import torch
+
+if TYPE_CHECKING:
+    from rillflow.trainer.batches import Ints
+
+
+class Heads(NamedTuple):
+    """Queries, keys and values [tokens, heads, head size], or their gradients. Query heads may share a key head."""
+
+    query: torch.Tensor
+    key: torch.Tensor
+    value: torch.Tensor
+
+
+class Found(NamedTuple):
+    """The result `out` [queries, heads, head size] and the log-sum-exp of the scores [queries, heads]."""
+
+    out: torch.Tensor
+    lse: torch.Tensor
+
+
+class Spans(NamedTuple):
+    """Adjacent spans. Their edges (int32, one more than spans) are on the device that the kernel needs; `…_most` is at
+    least the length of the longest. In causal spans queries and keys are the same tokens."""
+
+    query_edges: torch.Tensor
+    key_edges: torch.Tensor
+    query_most: int
+    key_most: int
+    causal: bool
+
+
+class Kernel(Protocol):
+    def forward(self, heads: Heads, spans: Spans, scale: float) -> Found: ...
+
+    def backward(self, grad: torch.Tensor, heads: Heads, whole: Found, spans: Spans, scale: float) -> Heads:
+        """Return gradients; `grad` is that of `whole.out`, the result over all keys. These spans may be a part of
+        them."""
+
+
+def accumulating(dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype in which sums over values of `dtype` are computed."""
+    return dtype if dtype.itemsize >= 4 else torch.float32
+
+
+# ---------------------------------------------------------------- CPU: torch's fused attention
+
+
+_fused = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+_fused_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+
+# Spans below this length are computed together with spans of similar length, up to `_AT_ONCE` tokens.
+_SHORT = 128
+_LIKE = 0.75
+_AT_ONCE = 4096
+
+
+class Fused:
+    def forward(self, heads: Heads, spans: Spans, scale: float) -> Found:
+        query, key, value = heads
+        found = Found(torch.empty_like(query), query.new_empty(query.shape[:2], dtype=accumulating(query.dtype)))
+        for q, k in _calls(spans):
+            some = _fused(q.take(query), k.take(key), k.take(value), 0.0, spans.causal, scale=scale)
+            for whole, part in zip(found, some, strict=True):
+                q.put(whole, part)
+        return found
+
+    def backward(self, grad: torch.Tensor, heads: Heads, whole: Found, spans: Spans, scale: float) -> Heads:
+        grads = Heads(*(torch.empty_like(part) for part in heads))
+        for q, k in _calls(spans):
+            inputs = (q.take(heads.query), k.take(heads.key), k.take(heads.value))
+            outputs = (q.take(whole.out), q.take(whole.lse))
+            some = _fused_backward(q.take(grad, blank=True), *inputs, *outputs, 0.0, spans.causal, scale=scale)
+            for at, all_of_it, part in zip((q, k, k), grads, some, strict=True):
+                at.put(all_of_it, part)
+        return grads
+
+
+class _One:
+    """A single span."""
+
+    def __init__(self, start: int, end: int) -> None:
+        self._at = slice(start, end)
+
+    def take(self, packed: torch.Tensor, *, blank: bool = False) -> torch.Tensor:
+        """Return [tokens, heads, …] as [spans, heads, tokens of a span, …]; with `blank`, padding is 0."""
+        return packed[self._at].transpose(0, 1)[None]
+
+    def put(self, packed: torch.Tensor, values: torch.Tensor) -> None:
+        packed[self._at] = values[0].transpose(0, 1)
+
+
+class _Several:
+    """Spans of similar length, padded to the longest."""
+
+    def __init__(self, start_B: Ints, length_B: Ints) -> None:
+        within_L = np.arange(length_B.max())
+        at_BL = start_B[:, None] + np.minimum(within_L, length_B[:, None] - 1)
+        real_BL = within_L < length_B[:, None]
+        self._shape = at_BL.shape
+        self._at = torch.from_numpy(at_BL.reshape(-1))
+        self._real = torch.from_numpy(np.flatnonzero(real_BL))
+        self._packed = self._at[self._real]
+
+    def take(self, packed: torch.Tensor, *, blank: bool = False) -> torch.Tensor:
+        if blank:
+            padded = packed.new_zeros(len(self._at), *packed.shape[1:])
+            padded[self._real] = packed[self._packed]
+        else:
+            padded = packed.index_select(0, self._at)
+        return padded.view(*self._shape, *packed.shape[1:]).transpose(1, 2)
+
+    def put(self, packed: torch.Tensor, values: torch.Tensor) -> None:
+        packed[self._packed] = values.transpose(1, 2).flatten(0, 1)[self._real]
+
+
+def _calls(spans: Spans) -> Iterator[tuple[_One | _Several, _One | _Several]]:
+    """Yield the queries and keys of each call."""
+    query_edges, key_edges = spans.query_edges.numpy(), spans.key_edges.numpy()
+    length_C = np.diff(query_edges)
+    short_C = (length_C < _SHORT) & spans.causal
+    for c in np.flatnonzero(~short_C).tolist():
+        yield _One(query_edges[c], query_edges[c + 1]), _One(key_edges[c], key_edges[c + 1])
+    for several in _alike(np.flatnonzero(short_C), length_C):
+        both = _Several(query_edges[several], length_C[several])
+        yield both, both
+
+
+def _alike(index: Ints, length_C: Ints) -> Iterator[Ints]:
+    """Yield `index` in parts of similar length."""
+    index = index[np.argsort(-length_C[index], kind="stable")]
+    while len(index):
+        longest = length_C[index[0]]
+        fit = int(np.searchsorted(-length_C[index], -_LIKE * longest, side="right"))
+        count = min(fit, max(_AT_ONCE // int(longest), 1))
+        yield index[:count]
+        index = index[count:]
+
+
+# ---------------------------------------------------------------- any device: matrix products
+
+
+# Most scores (queries times keys times heads) in memory at once.
+_SCORES = 1 << 27
+
+
+class Plain:
+    def forward(self, heads: Heads, spans: Spans, scale: float) -> Found:
+        query, key, value = heads
+        found = Found(torch.empty_like(query), query.new_empty(query.shape[:2], dtype=accumulating(query.dtype)))
+        for q, k, before in _blocks(spans, query.shape[1]):
+            scores = _scores(query[q], key[k], before, scale)
+            found.lse[q] = _heads_last(scores.logsumexp(-1), query[q])
+            found.out[q] = _heads_last(scores.softmax(-1).to(value.dtype) @ value[k].transpose(0, 1), query[q])
+        return found
+
+    def backward(self, grad: torch.Tensor, heads: Heads, whole: Found, spans: Spans, scale: float) -> Heads:
+        query, key, value = heads
+        grads = Heads(*(torch.zeros_like(part) for part in heads))
+        shared = key.shape[1]
+        for q, k, before in _blocks(spans, query.shape[1]):
+            lse = _heads_first(whole.lse[q], shared)[..., None]
+            weights = (_scores(query[q], key[k], before, scale) - lse).exp()
+            pulled = _heads_first(grad[q], shared)
+            along = (pulled * _heads_first(whole.out[q], shared)).sum(-1, keepdim=True)
+            pull = (weights * (pulled @ value[k].permute(1, 2, 0) - along) * scale).to(query.dtype)
+            grads.query[q] = _heads_last(pull @ key[k].transpose(0, 1), query[q])
+            grads.key[k] += (pull.transpose(1, 2) @ _heads_first(query[q], shared)).transpose(0, 1)
+            grads.value[k] += (weights.to(grad.dtype).transpose(1, 2) @ pulled).transpose(0, 1)
+        return grads
+
+
+def _blocks(spans: Spans, heads: int) -> Iterator[tuple[slice, slice, int | None]]:
+    """Yield queries, their keys, and in causal spans the number of keys before the first query."""
+    query_edges, key_edges = spans.query_edges.tolist(), spans.key_edges.tolist()
+    for c in range(len(query_edges) - 1):
+        start, end = query_edges[c], query_edges[c + 1]
+        keys = slice(key_edges[c], key_edges[c + 1])
+        size = max(_SCORES // (heads * max(keys.stop - keys.start, 1)), 1)
+        for first in range(start, end, size):
+            yield slice(first, min(first + size, end)), keys, first - start if spans.causal else None
+
+
+def _scores(query: torch.Tensor, key: torch.Tensor, before: int | None, scale: float) -> torch.Tensor:
+    scores = (_heads_first(query, key.shape[1]) @ key.permute(1, 2, 0)).to(accumulating(query.dtype)) * scale
+    if before is None:
+        return scores
+    seen = torch.ones(len(query), len(key), dtype=torch.bool, device=query.device).tril(before)
+    return scores.masked_fill(~seen.repeat_interleave(scores.shape[1] // len(query), 0), -torch.inf)
+
+
+def _heads_first(packed: torch.Tensor, shared: int) -> torch.Tensor:
+    """Return [tokens, heads, …] as [key heads, tokens times the query heads that share one, …]."""
+    split = packed.reshape(len(packed), shared, -1, *packed.shape[2:])
+    return split.transpose(0, 1).flatten(1, 2)
+
+
+def _heads_last(split: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """Undo `_heads_first`, for as many tokens as `like` has."""
+    back = split.reshape(len(split), len(like), -1, *split.shape[2:])
+    return back.transpose(0, 1).flatten(1, 2)
+
+
+# ---------------------------------------------------------------- NVIDIA GPUs: flash attention
+
+
+class Flash:
+    def forward(self, heads: Heads, spans: Spans, scale: float) -> Found:
+        edges = (spans.query_edges, spans.key_edges, spans.query_most, spans.key_most)
+        out, lse_HQ, *_ = torch.ops.aten._flash_attention_forward(
+            *heads, *edges, 0.0, spans.causal, return_debug_mask=False, scale=scale
+        )
+        return Found(out, lse_HQ.t().contiguous())
+
+    def backward(self, grad: torch.Tensor, heads: Heads, whole: Found, spans: Spans, scale: float) -> Heads:
+        edges = (spans.query_edges, spans.key_edges, spans.query_most, spans.key_most)
+        found = (whole.out, whole.lse.t().contiguous())
+        # Only dropout, which is off, reads the random state.
+        state = torch.zeros(2, dtype=torch.uint64, device=grad.device)
+        grads = torch.ops.aten._flash_attention_backward(
+            grad, *heads, *found, *edges, 0.0, spans.causal, state, state, scale=scale
+        )
+        return Heads(*grads)
