@@ -253,6 +253,7 @@ def flex(layout: Layout) -> Flex:
     device = layout.tokens_P.device
     end_P = torch.from_numpy(np.repeat(subtree_ends(layout), layout.length_S)).to(device)
 
+    # A token sees another one if that is not after it, and its own place is before the end of the other's descendants.
     def sees(batch: Any, head: Any, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
         return (key <= query) & (query < end_P[key])
 
