@@ -31,6 +31,7 @@ import torch
 
 from bench.common import Report, interleave, parser
 from bench.delta_formats import FORMATS, Bits, frame
+from bench.delta_formats.entropy import bound
 from bench.weights_train import RATES, WARM, Folder, Weights
 from rillflow.weights import delta
 from rillflow.weights.delta import container
@@ -142,7 +143,7 @@ def count(old: Weights, new: Weights) -> Count:
     conditioned = sum(
         _entropy(step_K[exponent_K == exponent], int(size)) for exponent, size in enumerate(sizes_E) if size
     )
-    by_tensor = sum(delta.bound(old[name], weight) for name, weight in new.items())
+    by_tensor = sum(bound(old[name], weight) for name, weight in new.items())
     return Count(weights, len(step_K), conditioned, by_tensor, _entropy(step_K, weights))
 
 

@@ -27,6 +27,7 @@ import torch
 
 from bench import weights_train
 from bench.common import Report, parser
+from bench.delta_formats.entropy import bound
 from rillflow.engine.servers.inside.rillflow_delta import Piece, apply_all
 from rillflow.kernels.delta import gpu
 from rillflow.weights import delta
@@ -194,9 +195,9 @@ class Case:
     def sizes(self, report: Report) -> None:
         number = min(range(len(self.pairs)), key=lambda number: abs(self.pairs[number][0].numel() - (1 << 22)))
         (old, new), one = self.pairs[number], self.made[number]
-        bound = delta.bound(old.cpu(), new.cpu()) / one.changed
+        least = bound(old.cpu(), new.cpu()) / one.changed
         name, unit = f"{self.name}: {old.numel()} weights", "B/changed"
-        report.add(name, len(one.data) / one.changed, bound, unit=unit, goal=1 / 1.1, less_is_better=True)
+        report.add(name, len(one.data) / one.changed, least, unit=unit, goal=1 / 1.1, less_is_better=True)
         sent = sum(len(one.data) for one in self.made) / self.changed
         report.add(f"{self.name}: all", sent, None, unit=unit, reason="bytes of all deltas")
 

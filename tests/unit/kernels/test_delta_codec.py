@@ -10,10 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
+from bench.delta_formats.entropy import bound
 from rillflow import kernels
 from rillflow.errors import ConfigError, WeightsError
 from rillflow.kernels.delta import format, reading, reference, words, writing
-from rillflow.weights.delta import apply, apply_, bound, decode, encode, file
+from rillflow.weights.delta import apply, apply_, decode, encode, file
 from rillflow.weights.fingerprint import bits_of as numbers_of
 from rillflow.weights.fingerprint import fingerprint, moved
 from soak import repetitions

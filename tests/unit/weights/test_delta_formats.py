@@ -12,6 +12,7 @@ from bench import weights as bench
 from bench import weights_train
 from bench.common import Report
 from bench.delta_formats import FORMATS, Format
+from bench.delta_formats.entropy import bound
 from rillflow.weights import delta
 
 RNG = np.random.default_rng(0)
@@ -110,7 +111,7 @@ def test_the_bounds_are_the_entropies_of_what_a_delta_must_say():
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_of_one_tensor_both_bounds_are_the_codec_s(dtype):
     old, new = (version["model.layers.0.w"].to(dtype) for version in pair())
-    assert bench.count({"w": old}, {"w": new}).conditioned == pytest.approx(delta.bound(old, new))
+    assert bench.count({"w": old}, {"w": new}).conditioned == pytest.approx(bound(old, new))
 
 
 def test_steps_are_ordered_as_the_weights_are():

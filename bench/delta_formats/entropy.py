@@ -1,4 +1,4 @@
-"""The bound that deltas are measured against."""
+"""The bound that the sizes of our deltas are measured against."""
 
 from __future__ import annotations
 
