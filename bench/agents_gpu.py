@@ -33,7 +33,7 @@ from rillflow.config import load_recipe
 from rillflow.config.load import read_raw
 from rillflow.dataflow.sources import open_source
 from rillflow.observe.metrics import Metrics, read_metrics
-from rillflow.weights.export import model_from_gguf
+from rillflow.weights.models import model_from_gguf
 
 CASES = {"reasoning": "reasoning_gpu", "search": "search_agent_gpu", "game": "text_game_gpu"}
 WARM = {"search": "search_warm_gpu"}

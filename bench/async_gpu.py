@@ -30,7 +30,7 @@ import yaml
 
 from bench.common import Report, parser
 from rillflow.observe.metrics import read_metrics
-from rillflow.weights.export import SUFFIX, model_from_gguf
+from rillflow.weights.models import SUFFIX, model_from_gguf
 
 GROUP = 8
 GOAL = 2.0

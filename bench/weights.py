@@ -34,9 +34,8 @@ from bench.delta_formats import FORMATS, Bits, frame
 from bench.delta_formats.entropy import bound
 from bench.weights_train import RATES, WARM, Folder, Weights
 from rillflow.weights import delta
-from rillflow.weights.delta import container
-from rillflow.weights.delta.container import Part
-from rillflow.weights.delta.pieces import changes_of, joined, piece_of, runs
+from rillflow.weights.delta import delta_file
+from rillflow.weights.delta.delta_file import Part, changes_of, joined, piece_of, runs
 from rillflow.weights.fingerprint import fingerprint, moved
 from rillflow.weights.previous import Previous
 
@@ -82,7 +81,7 @@ class Version(NamedTuple):
     known: dict[str, int]
     result: dict[str, int]
     runs: list[Run]
-    pieces: list[container.Piece]
+    pieces: list[delta_file.Piece]
 
 
 def whole_parts(tensors: Mapping[str, torch.Tensor]) -> dict[Part, torch.Tensor]:
@@ -102,9 +101,9 @@ def version(old: Weights, new: Weights) -> Version:
     return Version(old, new, known, result, found, published)
 
 
-def file_size(pieces: Sequence[container.Piece]) -> int:
+def file_size(pieces: Sequence[delta_file.Piece]) -> int:
     """Bytes of the file that is published."""
-    return sum(len(part) for part in container.write(pieces))
+    return sum(len(part) for part in delta_file.write(pieces))
 
 
 def take(held: Weights, case: Version) -> None:

@@ -35,9 +35,8 @@ from rillflow.trainer.parallel.peers import Alone
 from rillflow.trainer.roles import Roles
 from rillflow.types import Probe
 from rillflow.weights import probe as probing
-from rillflow.weights.export import SUFFIX, model_from_gguf
 from rillflow.weights.fingerprint import fingerprint
-from rillflow.weights.models import DTYPES, pick_device
+from rillflow.weights.models import DTYPES, SUFFIX, model_from_gguf, pick_device
 
 Weights = dict[str, torch.Tensor]
 STEP = 1 / 500  # of a tensor's standard deviation, by which a version differs from the one before

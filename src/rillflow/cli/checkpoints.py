@@ -12,8 +12,8 @@ from rillflow.config import Recipe
 from rillflow.config.load import FIT, parse
 from rillflow.errors import RunError
 from rillflow.runtime.folder import RunFolder
-from rillflow.weights.export import SUFFIX, model_from_gguf
 from rillflow.weights.model_folder import model_folder
+from rillflow.weights.models import SUFFIX, model_from_gguf
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from rillflow.observe.metrics import read_metrics
 from rillflow.runtime.folder import RunFolder
 from rillflow.trainer.checkpoint import Checkpoints
 from rillflow.weights import FolderStore
-from rillflow.weights.export import export_adapter, export_model
+from rillflow.weights.models import export_adapter, export_model
 
 if TYPE_CHECKING:
     from rillflow.contracts import Tensors

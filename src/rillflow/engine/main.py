@@ -20,7 +20,7 @@ from rillflow.engine.service import EngineService
 from rillflow.errors import RillflowError, RunError
 from rillflow.storage import startup
 from rillflow.storage.spans import open_spans
-from rillflow.weights.delta.ahead import Ahead
+from rillflow.weights.delta.tensors import Ahead
 from rillflow.weights.models import DTYPES, pick_device
 from rillflow.weights.refresh import troubles
 from rillflow.wire.collecting import keep_what_is_there

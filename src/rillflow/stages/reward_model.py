@@ -20,8 +20,8 @@ from rillflow.trainer.forward import ScalarForward
 from rillflow.trainer.learner import Learner
 from rillflow.trainer.parallel.peers import Alone
 from rillflow.trainer.roles import reward_model
+from rillflow.weights.model_folder import facts_of
 from rillflow.weights.models import load_tokenizer, pick_device
-from rillflow.weights.reward_facts import facts_of
 
 if TYPE_CHECKING:
     import numpy.typing as npt

@@ -32,7 +32,7 @@ from rillflow.trainer.parallel.peers import Peers
 from rillflow.trainer.parallel.sharding import Shards
 from rillflow.weights import FolderStore, sealed
 from rillflow.weights.codec import Adapter, encode, unique
-from rillflow.weights.delta import container
+from rillflow.weights.delta import delta_file
 from rillflow.weights.manifest import DELTA, VersionManifest, as_hexadecimal
 from rillflow.weights.previous import Difference, Previous, sums_of
 from rillflow.weights.sealed import FileFacts
@@ -41,7 +41,7 @@ from rillflow.weights.store import Publication
 if TYPE_CHECKING:
     from rillflow.contracts import Tensors
     from rillflow.types import Probe
-    from rillflow.weights.delta.container import Part
+    from rillflow.weights.delta.delta_file import Part
 
 
 log = logging.getLogger(__name__)
@@ -295,7 +295,7 @@ class ShardPublisher(Publisher):
         target, rank = self._store.path(version), self._peers.rank
         temporary = sealed.unfinished(target, taken.kind.writer)
         with sealed.cleaned(temporary, target):
-            files = sealed.fill(temporary, [(f"{DELTA}-{rank:05d}.rfd", container.write(found.pieces))])
+            files = sealed.fill(temporary, [(f"{DELTA}-{rank:05d}.rfd", delta_file.write(found.pieces))])
             written = _Written(files, sums, found.changed)
             if rank > 0:
                 hand_in(temporary, rank, written)

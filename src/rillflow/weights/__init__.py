@@ -10,7 +10,7 @@ pull         from the weights that a node holds to the newest; node_weights: a n
 probe        log-probs that an engine must reproduce before it serves a version
 updates      which engines update when, and what a joining process must know
 transport    files over HTTP, relays and object stores
-models       loads policies, for trainers and engines, so version 0 is the same for all; export: Hugging Face folders
+models       loads policies, for trainers and engines, so version 0 is the same for all; exports Hugging Face folders
 """
 
 from __future__ import annotations

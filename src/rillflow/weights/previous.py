@@ -13,8 +13,7 @@ from typing import NamedTuple
 import torch
 
 from rillflow.weights.delta import DTYPES
-from rillflow.weights.delta.container import Part, Piece
-from rillflow.weights.delta.pieces import RUN, WORD, Made, joined, piece_of, pieces_on_device, runs
+from rillflow.weights.delta.delta_file import RUN, WORD, Made, Part, Piece, joined, piece_of, pieces_on_device, runs
 from rillflow.weights.fingerprint import fingerprints, plain
 
 Parts = Mapping[Part, torch.Tensor]

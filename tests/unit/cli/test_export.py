@@ -16,7 +16,7 @@ from rillflow.cli.main import app
 from rillflow.config import load_recipe
 from rillflow.runtime.folder import RunFolder
 from rillflow.trainer.checkpoint import Checkpoints, State
-from rillflow.weights import FolderStore, export
+from rillflow.weights import FolderStore, models
 from rillflow.weights.codec import Adapter
 from rillflow.weights.model_folder import model_folder
 from rillflow.weights.models import load_policy_model, load_tokenizer
@@ -83,7 +83,7 @@ def test_transformers_loads_what_was_published(run: RunFolder, tmp_path: Path, d
 
 def test_many_weights_are_in_shards(run: RunFolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     published(run, 2)
-    monkeypatch.setattr(export, "SHARD_SIZE", "200KB")
+    monkeypatch.setattr(models, "SHARD_SIZE", "200KB")
     call(run, tmp_path / "out")
     assert len(list((tmp_path / "out").glob("model-*.safetensors"))) > 1
     assert torch.equal(exported(tmp_path / "out"), logits(weights(2)))

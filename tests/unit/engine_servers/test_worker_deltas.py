@@ -19,9 +19,8 @@ from rillflow.engine.servers.inside.rillflow_weights import RillflowWorker
 from rillflow.engine.servers.updates import DeltaUpdate
 from rillflow.engine.vllm import VllmEngine
 from rillflow.errors import EngineError, WeightsError
-from rillflow.weights.delta import container
-from rillflow.weights.delta.container import Part
-from rillflow.weights.delta.pieces import piece_of
+from rillflow.weights.delta import delta_file
+from rillflow.weights.delta.delta_file import Part, piece_of
 from rillflow.weights.fingerprint import fingerprint
 from rillflow.weights.store import FolderStore
 
@@ -145,7 +144,7 @@ async def test_a_piece_may_hold_parts_of_tensors(tmp_path: Path) -> None:
 
     pieces = [piece_of(parts, joined(world.weights, parts), joined(new, parts)).piece for parts in halves]
     path = tmp_path / "parts.rfd"
-    path.write_bytes(b"".join(container.write([piece for piece in pieces if piece is not None])))
+    path.write_bytes(b"".join(delta_file.write([piece for piece in pieces if piece is not None])))
     names = ("o.weight", "k.weight")
     await world.apply(Deltas(0, [[path]], {name: fingerprint(new[name]) for name in names}))
     world.assert_holds(world.weights | {name: new[name] for name in names})
@@ -184,7 +183,7 @@ async def test_deltas_that_workers_cannot_decode_are_refused_before_anything_cha
     steps = torch.tensor([1]), torch.tensor([2])
     raw = piece_of((Part("norm.weight", 0, 1),), *steps).piece
     assert raw is not None
-    (tmp_path / "raw.rfd").write_bytes(b"".join(container.write([raw])))
+    (tmp_path / "raw.rfd").write_bytes(b"".join(delta_file.write([raw])))
     with pytest.raises(WeightsError, match=r"norm\.weight has a dtype"):
         DeltaUpdate(world.facts, deltas._replace(steps=[[tmp_path / "raw.rfd"]]), world.rewrite)
     world.assert_holds(before)

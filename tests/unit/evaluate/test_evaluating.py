@@ -15,8 +15,7 @@ from rillflow.config import load_recipe
 from rillflow.evaluate.records import RecordFile
 from rillflow.runtime.folder import RunFolder
 from rillflow.weights import FolderStore
-from rillflow.weights.export import export_model
-from rillflow.weights.models import load_policy_model, pick_device
+from rillflow.weights.models import export_model, load_policy_model, pick_device
 
 HERE = Path(__file__).parent
 

@@ -9,8 +9,7 @@ import pytest
 import torch
 
 from rillflow.errors import ConfigError
-from rillflow.weights.export import model_from_gguf
-from rillflow.weights.models import load_policy_model, load_tokenizer
+from rillflow.weights.models import load_policy_model, load_tokenizer, model_from_gguf
 
 
 def shipped() -> Path:

@@ -16,7 +16,7 @@ from rillflow.kernels import compile as module
 from rillflow.kernels.compile import compiled, digest, one_compiles
 from rillflow.kernels.delta import bit_streams, classes, reading, words, writing
 from rillflow.weights.delta import decode, encode
-from rillflow.weights.delta.ahead import Ahead
+from rillflow.weights.delta.tensors import Ahead
 
 KERNEL = """
 from rillflow.kernels import compile

@@ -20,7 +20,7 @@ from rillflow.agents.agentflow.verifier import verifier_of
 from rillflow.agents.memory.episodes import EpisodeMemory, store_of
 from rillflow.agents.memory.task import Memory, TaskMemory
 from rillflow.errors import ConfigError
-from rillflow.weights.reward_facts import require_ranking
+from rillflow.weights.model_folder import require_ranking
 
 if TYPE_CHECKING:
     from rillflow.config import Recipe

@@ -22,8 +22,8 @@ import torch
 from rillflow.errors import ConfigError, RewardError
 from rillflow.gateway.trees.messages import Message, message
 from rillflow.gateway.trees.render import Renderer
+from rillflow.weights.model_folder import process_facts_of
 from rillflow.weights.models import load_scalar_model, load_tokenizer, pick_device
-from rillflow.weights.reward_facts import process_facts_of
 
 MOST_WAITING = 4096  # rows
 _BATCH_TOKENS = 16_384  # of one forward pass, padding counted

@@ -24,7 +24,7 @@ from rillflow.contracts import Change, Deltas
 from rillflow.engine.servers.facts import ModelFacts, Tainted, verify
 from rillflow.errors import EngineError, EngineLost, WeightsError
 from rillflow.weights import codec
-from rillflow.weights.delta import container
+from rillflow.weights.delta import delta_file
 from rillflow.weights.fingerprint import fingerprint
 
 _SHARED_MEMORY = Path("/dev/shm")
@@ -149,7 +149,7 @@ class DeltaUpdate(WorkersUpdate):
     """Published deltas that the workers decode. WeightsError when they are not deltas of this model's weights."""
 
     def __init__(self, model: ModelFacts, deltas: Deltas, rewrite: Rewrite) -> None:
-        steps = [container.locate(paths) for paths in deltas.steps]
+        steps = [delta_file.locate(paths) for paths in deltas.steps]
         names = dict.fromkeys(part.tensor for step in steps for piece in step for part in piece.parts)
         unknown = [name for name in names if name not in model.aliases or name not in deltas.fingerprints]
         if unknown:

@@ -26,9 +26,8 @@ from rillflow.trainer.supervised.examples import Examples, read_examples
 from rillflow.trainer.supervised.fit import Fit, Progress, Trained, assemble
 from rillflow.trainer.supervised.quality import quality_of
 from rillflow.trainer.supervised.texts import Writer
-from rillflow.weights.export import fill_model, new_folder, save_model
-from rillflow.weights.models import load_policy_model, load_scalar_model
-from rillflow.weights.reward_facts import FILE, Quality, RewardFacts
+from rillflow.weights.model_folder import FILE, Quality, RewardFacts
+from rillflow.weights.models import fill_model, load_policy_model, load_scalar_model, new_folder, save_model
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

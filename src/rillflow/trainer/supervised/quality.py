@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from rillflow.weights.reward_facts import CHANCE, Quality
+from rillflow.weights.model_folder import CHANCE, Quality
 
 if TYPE_CHECKING:
     from rillflow.trainer.batches import Floats

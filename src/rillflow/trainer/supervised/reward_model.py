@@ -31,8 +31,8 @@ from rillflow.trainer.supervised.examples import (
     write_steps,
 )
 from rillflow.trainer.supervised.texts import Writer, Written
+from rillflow.weights.model_folder import RewardFacts, facts_of
 from rillflow.weights.models import Dtype, pick_device
-from rillflow.weights.reward_facts import RewardFacts, facts_of
 
 
 class RewardModel:

@@ -24,8 +24,8 @@ from rillflow.agents.rewards.process import ProcessReward
 from rillflow.config import load_recipe
 from rillflow.errors import ConfigError, RewardError
 from rillflow.trainer.supervised.reward_model import RewardModel
+from rillflow.weights.model_folder import FILE, Quality, RewardFacts
 from rillflow.weights.models import load_scalar_model, load_tokenizer
-from rillflow.weights.reward_facts import FILE, Quality, RewardFacts
 
 ROWS = [
     {"prompt": "How many pens?\n", "steps": [{"text": "a > search: red pens"}, {"text": "b > answer: 12"}]},

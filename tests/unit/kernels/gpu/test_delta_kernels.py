@@ -17,8 +17,8 @@ from rillflow.engine.servers.inside.rillflow_delta import Piece, apply_all
 from rillflow.errors import CorruptData
 from rillflow.kernels.delta.format import CODED, RAW, SAME, opened, segments
 from rillflow.weights import delta, previous
-from rillflow.weights.delta import pieces
-from rillflow.weights.delta.container import Part
+from rillflow.weights.delta import delta_file
+from rillflow.weights.delta.delta_file import Part
 from rillflow.weights.fingerprint import fingerprint
 
 require("triton")
@@ -152,8 +152,8 @@ def test_segments_and_batches_of_tensors() -> None:
 def test_runs_at_once_are_those_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """What a trainer publishes from a GPU: small tensors joined, several runs in a call."""
     monkeypatch.setattr(previous, "_alike", lambda one, other: True)
-    monkeypatch.setattr(pieces, "RUN", 3000)
-    monkeypatch.setattr(pieces, "_room", lambda like, weights: torch.empty(weights, dtype=like.dtype))
+    monkeypatch.setattr(delta_file, "RUN", 3000)
+    monkeypatch.setattr(delta_file, "_room", lambda like, weights: torch.empty(weights, dtype=like.dtype))
     pairs = {f"t{n}": pair(count, 0.05) for n, count in enumerate((1200, 700, 4000, 900, 16, 2400))}
     old, new = ({Part(name, 0, len(p[k])): p[k].to(DEVICE) for name, p in pairs.items()} for k in (0, 1))
     held = previous.Previous()
@@ -164,7 +164,7 @@ def test_runs_at_once_are_those_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [len(piece.parts) for piece in found.pieces] == [2, 1, 2, 1]
     tensors = {part.tensor: tensor.cpu() for part, tensor in old.items()}
     for piece in found.pieces:
-        for name, change in pieces.changes_of(piece, tensors).items():
+        for name, change in delta_file.changes_of(piece, tensors).items():
             assert bits(applied(tensors[name], change)) == bits(pairs[name][1])
 
 

@@ -14,9 +14,8 @@ import torch
 from rillflow.contracts import Change
 from rillflow.errors import CorruptData, WeightsError
 from rillflow.weights import delta
-from rillflow.weights.delta import container, pieces
-from rillflow.weights.delta.container import Part, Piece
-from rillflow.weights.delta.pieces import can_begin, changes_of, joined, piece_of
+from rillflow.weights.delta import delta_file
+from rillflow.weights.delta.delta_file import Part, Piece, can_begin, changes_of, joined, piece_of
 from rillflow.weights.fingerprint import fingerprint
 
 PIECES = [
@@ -27,7 +26,7 @@ PIECES = [
 
 
 def written(path: Path, given: list[Piece]) -> Path:
-    path.write_bytes(b"".join(container.write(given)))
+    path.write_bytes(b"".join(delta_file.write(given)))
     return path
 
 
@@ -38,7 +37,7 @@ def plain(given: list[Piece]) -> list[Piece]:
 @pytest.mark.parametrize("count", [0, 1, 3])
 def test_pieces_come_back(tmp_path: Path, count: int) -> None:
     path = written(tmp_path / "delta.rfd", PIECES[:count])
-    found = container.read([path])
+    found = delta_file.read([path])
     path.unlink()
     assert plain(found) == PIECES[:count]
 
@@ -89,11 +88,11 @@ def of(first: int, weights: int, name: object = "a") -> list[object]:
 def test_what_is_no_file_of_deltas_is_refused(tmp_path: Path, data: bytes) -> None:
     (tmp_path / "delta.rfd").write_bytes(data)
     with pytest.raises(CorruptData):
-        container.read([tmp_path / "delta.rfd"])
+        delta_file.read([tmp_path / "delta.rfd"])
 
 
 def test_random_damage_is_refused_or_harmless(tmp_path: Path) -> None:
-    whole = b"".join(container.write(PIECES))
+    whole = b"".join(delta_file.write(PIECES))
     chance = random.Random(3)
     for _ in range(500):
         data = bytearray(whole)
@@ -101,7 +100,7 @@ def test_random_damage_is_refused_or_harmless(tmp_path: Path) -> None:
             data[chance.randrange(len(data))] = chance.randrange(256)
         (tmp_path / "d").write_bytes(data[: chance.randint(0, len(data))] if chance.random() < 0.3 else data)
         try:
-            found = container.read([tmp_path / "d"])
+            found = delta_file.read([tmp_path / "d"])
         except CorruptData:
             continue
         assert sum(len(piece.data) for piece in found) <= len(whole)
@@ -181,13 +180,13 @@ def test_a_run_changes_each_of_its_tensors(dtype: torch.dtype, share: float) -> 
 
 
 def test_runs_are_of_one_dtype_and_not_too_long(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pieces, "RUN", 10)
+    monkeypatch.setattr(delta_file, "RUN", 10)
     sizes = {"a": 4, "b": 6, "i": 3, "c": 1, "long": 50, "none": 0, "d": 2, "e": 9}
     weights = {
         Part(name, 0, size): torch.zeros(size, dtype=torch.int64 if name == "i" else torch.bfloat16)
         for name, size in sizes.items()
     }
-    names = [[part.tensor for part in run] for run in pieces.runs(weights)]
+    names = [[part.tensor for part in run] for run in delta_file.runs(weights)]
     assert names == [["a", "b"], ["c"], ["long"], ["d"], ["e"], ["i"]]
 
 
