@@ -18,9 +18,8 @@ from rillflow.cli.reports import draw_timeline
 from rillflow.config import PolicyConfig, Recipe
 from rillflow.errors import ConfigError, RunError
 from rillflow.observe.advisories import FactReader, advise
-from rillflow.observe.advisories.watch import Watch
-from rillflow.observe.metrics import read_metrics
-from rillflow.observe.plot import plot_reward
+from rillflow.observe.advisories.rules import Watch
+from rillflow.observe.metrics import plot_reward, read_metrics
 from rillflow.observe.progress import Progress
 from rillflow.observe.summary import summarise, summary_table
 from rillflow.observe.trackers import Outcome, Trackers, check_trackers

@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 from rillflow.cli.main import app
 from rillflow.config import load_recipe
 from rillflow.observe.advisories import FactReader, Facts
-from rillflow.observe.advisories.watch import EVERY, Watch
+from rillflow.observe.advisories.rules import EVERY, Watch
 from rillflow.runtime.folder import RunFolder
 from rillflow.storage import write_json
 from rillflow.types import Status

@@ -16,10 +16,9 @@ from msgspec.structs import replace
 from rillflow.config import load_recipe
 from rillflow.dataflow.ledger_facts import EpisodeFacts, LedgerFacts, NodeFacts, SampleFacts
 from rillflow.observe.advisories import FactReader, Facts, advise
-from rillflow.observe.advisories.advisory import THRESHOLDS
+from rillflow.observe.advisories.advisory import LARGEST, THRESHOLDS, AnswerFacts, Evaluation, Refusal, Step
 from rillflow.observe.advisories.answers import Answer, summed_up
 from rillflow.observe.advisories.fact_reader import StepReader
-from rillflow.observe.advisories.facts import LARGEST, AnswerFacts, Evaluation, Refusal, Step
 from rillflow.runtime.folder import RunFolder
 from rillflow.storage.trajectories import FILE, KINDS, Bounds, Trajectory, TrajectoryInfo, TrajectoryStore
 from rillflow.types import UserError

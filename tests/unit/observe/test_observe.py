@@ -9,8 +9,7 @@ import msgspec
 import pytest
 from rich.console import Console
 
-from rillflow.observe.metrics import MetricsReader, read_metrics
-from rillflow.observe.plot import plot_reward, running_mean
+from rillflow.observe.metrics import MetricsReader, plot_reward, read_metrics, running_mean
 from rillflow.observe.progress import Progress, sparkline
 from rillflow.observe.summary import summarise, summary_table
 from rillflow.storage.startup import Starting

@@ -5,9 +5,8 @@ same facts always give the same advisories. Problems come first, then warnings; 
 runs only.
 """
 
-from rillflow.observe.advisories.advisory import Advisory
+from rillflow.observe.advisories.advisory import Advisory, Facts
 from rillflow.observe.advisories.fact_reader import FactReader
-from rillflow.observe.advisories.facts import Facts
 from rillflow.observe.advisories.rules import advise
 
 __all__ = ["Advisory", "FactReader", "Facts", "advise"]

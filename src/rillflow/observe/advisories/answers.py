@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from rillflow.errors import DataError
-from rillflow.observe.advisories.facts import AnswerFacts
+from rillflow.observe.advisories.advisory import AnswerFacts
 
 if TYPE_CHECKING:
     from rillflow.storage.trajectories import Trajectories, Trajectory

@@ -21,8 +21,8 @@ from rillflow.config import Recipe, SamplingConfig
 from rillflow.config.load import FIT, parse
 from rillflow.dataflow.ledger_facts import LedgerFacts, NodeFacts, read_ledger_facts
 from rillflow.errors import RillflowError
+from rillflow.observe.advisories.advisory import LARGEST, Evaluation, Facts, Refusal, Settings, Step
 from rillflow.observe.advisories.answers import AnswerReader
-from rillflow.observe.advisories.facts import LARGEST, Evaluation, Facts, Refusal, Settings, Step
 from rillflow.observe.metrics import MetricsReader
 from rillflow.runtime.folder import RunFolder
 from rillflow.storage.spans import SpanFollower

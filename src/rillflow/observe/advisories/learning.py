@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from statistics import fmean, median
 
-from rillflow.observe.advisories.advisory import Advisory, threshold
-from rillflow.observe.advisories.facts import AnswerFacts, Facts, Step
+from rillflow.observe.advisories.advisory import Advisory, AnswerFacts, Facts, Step, threshold
 
 Number = Callable[[Step], float | None]
 

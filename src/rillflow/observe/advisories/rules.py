@@ -1,15 +1,24 @@
-"""All rules in the order in which their advisories are shown (causes before consequences), and hints for healthy
-runs."""
+"""All rules in the order in which their advisories are shown (causes before consequences), hints for healthy runs, and
+`Watch`, which reports each problem of a running run once, when it appears.
+
+Reading a run folder takes a moment, so `Watch` reads in a thread; the view never waits for it. A look that fails is
+logged once and ends nothing.
+"""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from statistics import fmean
 
-from rillflow.observe.advisories import fleet, flow, learning
-from rillflow.observe.advisories.advisory import SEVERITIES, Advisory, threshold
-from rillflow.observe.advisories.facts import Facts
+from rillflow.contracts import Clock, SystemClock
+from rillflow.observe.advisories import learning, rollout
+from rillflow.observe.advisories.advisory import SEVERITIES, Advisory, Facts, threshold
+from rillflow.observe.advisories.fact_reader import FactReader
 from rillflow.observe.advisories.learning import last, window
+from rillflow.runtime.folder import RunFolder
+from rillflow.types import Status
 
 
 def trainer_waits(facts: Facts) -> Iterator[Advisory]:
@@ -77,23 +86,23 @@ def flat_groups(facts: Facts) -> Iterator[Advisory]:
 Rule = Callable[[Facts], Iterator[Advisory]]
 
 RULES: Sequence[Rule] = (
-    flow.full_disk,
-    fleet.refused_weights,
-    flow.hanging,
-    flow.user_errors,
-    flow.failed_episodes,
+    rollout.full_disk,
+    rollout.refused_weights,
+    rollout.hanging,
+    rollout.user_errors,
+    rollout.failed_episodes,
     learning.too_high_rate,
     learning.length_hack,
     learning.equal_rewards,
-    flow.stall,
-    flow.silent,
-    flow.bad_end,
-    flow.forks,
-    fleet.slow_node,
-    fleet.failing_node,
-    fleet.stale_node,
-    fleet.lost_node,
-    fleet.apart,
+    rollout.stall,
+    rollout.silent,
+    rollout.bad_end,
+    rollout.forks,
+    rollout.slow_node,
+    rollout.failing_node,
+    rollout.stale_node,
+    rollout.lost_node,
+    rollout.apart,
     learning.truncated_answers,
     learning.repeated_answers,
     learning.collapse,
@@ -110,3 +119,50 @@ def advise(facts: Facts) -> list[Advisory]:
     if any(advisory.severity != "hint" for advisory in found):
         found = [advisory for advisory in found if advisory.severity != "hint"]
     return sorted(found, key=lambda advisory: SEVERITIES.index(advisory.severity))
+
+
+# ---------------------------------------------------------------- a run that is shown
+
+
+log = logging.getLogger(__name__)
+
+EVERY = 15.0  # seconds between two looks
+_SHOWN_ANYWAY = ("user_error",)  # the view shows the traceback of each when it comes
+
+
+class Watch:
+    def __init__(self, folder: RunFolder, say: Callable[[str], None], *, clock: Clock | None = None) -> None:
+        self._facts = FactReader(folder)
+        self._say = say
+        self._clock = clock or SystemClock()
+        self._thread = ThreadPoolExecutor(1, "advisories")
+        self._looking: Future[list[Advisory]] | None = None
+        self._next = self._clock.monotonic() + EVERY
+        self._said: set[str] = set(_SHOWN_ANYWAY)
+        self._complained = False
+
+    def look(self, status: Status) -> None:
+        """Say what the last look has found, and look again where it is time to."""
+        if self._looking is not None and self._looking.done():
+            self._tell(self._looking)
+            self._looking = None
+        if self._looking is None and self._clock.monotonic() >= self._next and status.phase != "ended":
+            self._next = self._clock.monotonic() + EVERY
+            self._looking = self._thread.submit(self._advise, status)
+
+    def close(self) -> None:
+        self._thread.shutdown(cancel_futures=True)
+
+    def _advise(self, status: Status) -> list[Advisory]:
+        return advise(self._facts.read(status, now=self._clock.now()))
+
+    def _tell(self, found: Future[list[Advisory]]) -> None:
+        if error := found.exception():
+            if not self._complained:
+                log.warning("the run's advisories cannot be made: %s", error)
+            self._complained = True
+            return
+        for advisory in found.result():
+            if advisory.severity == "problem" and advisory.key not in self._said:
+                self._said.add(advisory.key)
+                self._say(f"problem: {advisory.title} {advisory.what_to_do}")

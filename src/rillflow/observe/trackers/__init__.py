@@ -5,7 +5,7 @@ sending and noting it); what could not be sent stays in `metrics.jsonl`, is coun
 """
 
 from rillflow.observe.follower import Outcome
-from rillflow.observe.trackers.base import Tracked, Tracker
+from rillflow.observe.trackers.feed import Tracked, Tracker
 from rillflow.observe.trackers.registry import Trackers, check_trackers
 
 __all__ = ["Outcome", "Tracked", "Tracker", "Trackers", "check_trackers"]

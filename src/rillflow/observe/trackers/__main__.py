@@ -1,4 +1,4 @@
-"""The process of one tracker: `python -m rillflow.observe.trackers RUN NAME`, started by `child.ChildTracker`."""
+"""The process of one tracker: `python -m rillflow.observe.trackers RUN NAME`, started by `registry.ChildTracker`."""
 
 from __future__ import annotations
 
@@ -8,8 +8,7 @@ import sys
 from typing import get_args
 
 from rillflow.observe.follower import Outcome
-from rillflow.observe.trackers.child import CLOSING
-from rillflow.observe.trackers.registry import feed_of
+from rillflow.observe.trackers.registry import CLOSING, feed_of
 from rillflow.runtime.folder import RunFolder
 
 _NICE = 10  # no one waits for it

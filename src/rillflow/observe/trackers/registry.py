@@ -1,11 +1,24 @@
-"""The trackers that a recipe can name, and those of a run together. Adding one touches this table and the schema."""
+"""The trackers that a recipe can name, and those of a run together. Adding one touches the table `TRACKERS` and the
+schema.
+
+Packages that bring threads, exit hooks and processes with them run in a process of their own (`__main__`). The child
+follows `metrics.jsonl`. It prints messages for the user, one JSON text a line, and ends when its input names the
+outcome of the run, or when its parent is gone. A child that takes too long then is killed with its own children.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import importlib.util
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,14 +31,77 @@ from rillflow.config.supervised import FitRecipe, read_resolved_fit
 from rillflow.errors import ConfigError
 from rillflow.observe.follower import Follower, Outcome
 from rillflow.observe.span_export import SpanExport
-from rillflow.observe.trackers.base import Tracked, Tracker
-from rillflow.observe.trackers.child import CLOSING, ChildTracker
-from rillflow.observe.trackers.feed import Feed
-from rillflow.observe.trackers.jsonl import JsonLines
-from rillflow.observe.trackers.mlflow import Mlflow
+from rillflow.observe.trackers.feed import Feed, JsonLines, Tracked, Tracker, unsent_lines
+from rillflow.observe.trackers.services import Mlflow, Wandb
 from rillflow.observe.trackers.tensorboard import TensorBoard
-from rillflow.observe.trackers.wandb import Wandb
 from rillflow.runtime.folder import RunFolder
+
+CLOSING = 30.0  # seconds that all trackers together have for the rest at the end of a run
+
+
+class ChildTracker:
+    """Starts the child, and has what a `Follower` has for those who start and end trackers."""
+
+    def __init__(self, name: str, run: Path, metrics: Path, note: Path, log: Path) -> None:
+        self.name = name
+        self.news: list[str] = []
+        self._command = [sys.executable, "-m", __package__, str(run), name]
+        self._metrics, self._note, self._log = metrics, note, log
+        self._process: subprocess.Popen[str] | None = None
+        self._reader = threading.Thread(target=self._read, name=f"tracker-{name}", daemon=True)
+
+    def start(self) -> None:
+        try:
+            with open(self._log, "a") as log:
+                self._process = subprocess.Popen(
+                    self._command,
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.PIPE,
+                    stderr=log,
+                    text=True,
+                    start_new_session=True,  # Ctrl-C is for the run; and all that it starts can be killed with it
+                )
+        except OSError as error:
+            self.news.append(f"tracker {self.name} could not be started: {error}")
+            return
+        self._reader.start()
+
+    def stop(self, outcome: Outcome) -> None:
+        if self._process is not None and self._process.stdin is not None:
+            with suppress(OSError):  # it has ended already
+                self._process.stdin.write(f"{outcome}\n")
+                self._process.stdin.close()
+
+    def join(self, seconds: float) -> None:
+        if self._process is None:
+            return
+        try:
+            code = self._process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            self._kill()
+            code = None
+            self.news.append(f"tracker {self.name} did not finish within {seconds:.0f} s")
+        self._reader.join(1.0)
+        if code:
+            self.news.append(f"tracker {self.name} ended with code {code}; see {self._log}")
+        if code != 0 and (left := unsent_lines(self._metrics, self._note)):
+            self.news.append(f"tracker {self.name}: {left} could not be sent; `rillflow resume` sends the rest")
+
+    def _kill(self) -> None:
+        assert self._process is not None
+        with suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+
+    def _read(self) -> None:
+        assert self._process is not None
+        assert self._process.stdout is not None
+        with self._process.stdout as lines:
+            for line in lines:
+                self.news.append(json.loads(line))
+
+
+# ---------------------------------------------------------------- the trackers of a run
 
 
 def _tensorboard(_: bool, run: Tracked) -> Tracker:

@@ -16,7 +16,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from rillflow.observe.follower import Outcome
-from rillflow.observe.trackers.base import Point
+from rillflow.observe.trackers.feed import Point
 
 _VERSION = b"brain.Event:2"
 _POLYNOMIAL = 0x82F63B78  # Castagnoli's, reversed

@@ -14,9 +14,7 @@ from rillflow.config import ObserveConfig, load_recipe
 from rillflow.config.observe import JsonlConfig, MlflowConfig, OpenTelemetryConfig, TrackersConfig, WandbConfig
 from rillflow.errors import ConfigError
 from rillflow.observe.trackers import Trackers, check_trackers
-from rillflow.observe.trackers.base import flat, point_of
-from rillflow.observe.trackers.feed import Feed
-from rillflow.observe.trackers.jsonl import JsonLines
+from rillflow.observe.trackers.feed import Feed, JsonLines, flat, point_of
 from rillflow.observe.trackers.tensorboard import TensorBoard
 from rillflow.runtime.folder import RunFolder
 
