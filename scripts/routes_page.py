@@ -6,7 +6,7 @@ import sys
 from collections.abc import Iterator
 from typing import Any
 
-from rillflow.dashboard.routes import DashboardRoutes
+from rillflow.dashboard.server import DashboardRoutes
 from rillflow.engine.service import EngineRoutes
 from rillflow.gateway.routes import AgentRoutes, ControlRoutes, EngineControlRoutes
 from rillflow.types.route import Route, routes_of

@@ -255,7 +255,7 @@ def dashboard(
     allows to stop a run and to retire a node.
     """
     with clear_errors(role=handle is not None):
-        from rillflow.dashboard.main import dashboard_role, run_dashboard
+        from rillflow.dashboard.server import dashboard_role, run_dashboard
 
         if handle is not None:
             raise typer.Exit(dashboard_role(folders[0], handle))

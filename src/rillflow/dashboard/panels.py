@@ -8,18 +8,7 @@ from typing import Annotated, Any, NamedTuple
 import msgspec
 from msgspec import Meta
 
-from rillflow.dashboard.views import (
-    algorithms,
-    balance,
-    compare,
-    flow,
-    logs,
-    nodes,
-    overview,
-    timeline,
-    trajectories,
-    weights,
-)
+from rillflow.dashboard.views import flow, nodes, overview, records, trajectories
 from rillflow.dashboard.views.charts import Axis, Window
 from rillflow.dashboard.watched import LivePart, Source
 
@@ -90,7 +79,7 @@ PANELS: dict[str, Panel] = {
         SomeCurves, lambda run, live, query: overview.metrics(run, query.names.split(","), query.window), ("metrics",)
     ),
     "timeline": Panel(
-        Lanes, lambda run, live, query: timeline.timeline(run, query.width, query.low, query.high), ("timeline",)
+        Lanes, lambda run, live, query: records.timeline(run, query.width, query.low, query.high), ("timeline",)
     ),
     "flow": Panel(Nothing, lambda run, live, query: flow.flow(run), ("ledger",)),
     "nodes": Panel(Nothing, lambda run, live, query: nodes.nodes(run, live), ("ledger",), ("status", "nodes")),
@@ -104,19 +93,17 @@ PANELS: dict[str, Panel] = {
         ("trajectories",),
     ),
     "weights": Panel(
-        Nothing, lambda run, live, query: weights.weights(run, live), ("weights", "ledger"), ("status", "nodes")
+        Nothing, lambda run, live, query: nodes.weights(run, live), ("weights", "ledger"), ("status", "nodes")
     ),
     "balance": Panel(
-        Nothing, lambda run, live, query: balance.balance(run, live), ("metrics", "ledger", "maintainer"), ("balance",)
+        Nothing, lambda run, live, query: nodes.balance(run, live), ("metrics", "ledger", "maintainer"), ("balance",)
     ),
-    "algorithms": Panel(
-        Curves, lambda run, live, query: algorithms.algorithms(run, query.window), ("metrics", "ledger")
-    ),
+    "algorithms": Panel(Curves, lambda run, live, query: flow.algorithms(run, query.window), ("metrics", "ledger")),
     "compare": Panel(
-        Other, lambda run, live, query, other: compare.compare(run, other, query.window), ("state", "metrics")
+        Other, lambda run, live, query, other: overview.compare(run, other, query.window), ("state", "metrics")
     ),
-    "logs": Panel(Nothing, lambda run, live, query: logs.log_files(run), ("logs", "ledger")),
+    "logs": Panel(Nothing, lambda run, live, query: records.log_files(run), ("logs", "ledger")),
     "log": Panel(
-        LogLines, lambda run, live, query: logs.log_lines(run, query.name, query.level, query.find), ("logs",)
+        LogLines, lambda run, live, query: records.log_lines(run, query.name, query.level, query.find), ("logs",)
     ),
 }

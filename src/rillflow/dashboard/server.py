@@ -1,13 +1,15 @@
-"""The dashboard over HTTP: the page, and what its panels show as JSON.
+"""The dashboard over HTTP: its routes, the page, what its panels show as JSON, and its process.
 
 Authentication is that of every service: a token of the run on each request. A browser brings it once, in the URL that
 was printed, and gets it back as a cookie that scripts cannot read; the page then takes it out of the address bar. The
-tokens of the first run open a dashboard of several. Everything reads, but for what the operator's token allows: to
-stop a run and to retire a node. Those also need a header that no other site's page can send.
+tokens of the first run open a dashboard of several. Everything reads, but for what the operator's token allows: to stop
+a run and to retire a node. Those also need a header that no other site's page can send.
 
 Views are made in one thread, one after the other, so that their readers need no locks and a run's cores are left alone;
 advisories, which take longer, in another. A view is tagged (ETag) by what it is made from: while that has not changed,
 a page that names the tag is answered without one (304), and nothing is read.
+
+The process is started by hand for any runs, or by a run for itself, on a socket that it hands over.
 """
 
 from __future__ import annotations
@@ -15,29 +17,74 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import html
-from collections.abc import Callable
+import os
+import socket
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from http.cookies import CookieError, SimpleCookie
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import msgspec
 
 from rillflow import __version__
-from rillflow.dashboard.live import LiveRun
 from rillflow.dashboard.panels import PANELS, Other, Panel
-from rillflow.dashboard.routes import DashboardRoutes, Refused
-from rillflow.dashboard.views.advice import Advice
-from rillflow.dashboard.views.overview import run_list
-from rillflow.dashboard.watched import WatchedRun
+from rillflow.dashboard.views.overview import Advice, run_list
+from rillflow.dashboard.watched import LiveRun, WatchedRun, watch
 from rillflow.errors import BadRequest, Forbidden, RillflowError, Unauthorized
+from rillflow.runtime.process import prepare, run_until_signal
 from rillflow.types import RetireNode
-from rillflow.types.route import JSON
+from rillflow.types.route import JSON, Route, raw
 from rillflow.wire import Service
 from rillflow.wire.blocking import in_thread
 from rillflow.wire.messages import Request, Response
 from rillflow.wire.routing import NotFound
 from rillflow.wire.server import Endpoint
+
+
+class Refused(msgspec.Struct):
+    """An error, as the page's scripts read it."""
+
+    error: str
+    hint: str
+
+
+_ERRORS = (Refused,)
+
+
+class DashboardRoutes:
+    """Readers look; the operator stops and retires. `panels` are by their names in URLs."""
+
+    page = raw("GET", "/", "reader", summary="The page", answers={"text/html": ()}, query=("token",))
+    static = raw("GET", "/static/{name}", "reader", summary="A file of the page", answers={"text/plain": ()})
+    session = raw(
+        "GET",
+        "/api/session",
+        "reader",
+        summary="The runs, and what the token allows",
+        answers={JSON: ()},
+        errors=_ERRORS,
+    )
+    advisories = raw(
+        "GET", "/api/runs/{run}/advisories", "reader", summary="What the run's facts advise", answers={JSON: ()},
+        errors=_ERRORS,
+    )  # fmt: skip
+    stop = raw("POST", "/api/runs/{run}/stop", "operator", summary="Stop a run", answers={JSON: ()}, errors=_ERRORS)
+    retire = raw(
+        "POST", "/api/runs/{run}/retire", "operator", summary="Retire a node of a run", body=RetireNode,
+        again="the earlier end counts", answers={JSON: ()}, errors=_ERRORS,
+    )  # fmt: skip
+    panels: ClassVar[dict[str, Route[Any, Any]]] = {
+        name: raw(
+            "GET", f"/api/runs/{{run}}/{name}", "reader", summary=f"The panel `{name}`", answers={JSON: ()},
+            errors=_ERRORS, query=panel.query.__struct_fields__,
+        )
+        for name, panel in PANELS.items()
+    }  # fmt: skip
+
+
+# ---------------------------------------------------------------- requests
+
 
 Query = TypeVar("Query")
 
@@ -247,3 +294,35 @@ async def serve(dashboard: Dashboard) -> None:
         await asyncio.Event().wait()
     finally:
         await dashboard.stop()
+
+
+# ---------------------------------------------------------------- the process
+
+
+_NICENESS = 15  # of a dashboard beside a run: the run's own processes come first
+
+
+def run_dashboard(paths: Sequence[Path], *, host: str, port: int, on_ready: Callable[[str], None]) -> int:
+    """Serve these runs until a signal; `on_ready` is given the address for the browser."""
+    runs = watch(list(paths))
+    dashboard = Dashboard(runs)
+
+    async def main() -> None:
+        base = await dashboard.start(host, port)
+        on_ready(runs[0].folder.dashboard_url(base))
+        await serve(dashboard)
+
+    return run_until_signal(main())
+
+
+def dashboard_role(path: Path, handle: int) -> int:
+    """Serve one run as its child, on the listening socket with this file descriptor."""
+    os.nice(_NICENESS)
+    prepare()
+    dashboard = Dashboard(watch([path]))
+
+    async def main() -> None:
+        await dashboard.start_on(socket.socket(fileno=handle))
+        await serve(dashboard)
+
+    return run_until_signal(main())

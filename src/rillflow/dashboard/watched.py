@@ -1,11 +1,17 @@
-"""A run folder that the dashboard watches, with the readers that follow its files.
+"""A run that the dashboard watches: its folder, with the readers that follow its files, and its live service.
 
-Nothing here writes to the folder. A folder of any state will do: new, running, killed, finished, or of another kind
-of run. A missing or torn file shows as an empty panel, never as an error of the others.
+Nothing here writes to the folder. A folder of any state will do: new, running, killed, finished, or of another kind of
+run. A missing or torn file shows as an empty panel, never as an error of the others.
+
+The service is asked only for a browser's request, with a reader's token. An answer is reused for a second, and a
+service that does not answer is not asked again for a few, so that many tabs cost a run no more than one. The connection
+is kept between answers.
 """
 
 from __future__ import annotations
 
+import asyncio
+import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
@@ -15,19 +21,20 @@ from typing import Any, Literal, TypeVar
 
 import msgspec
 
+from rillflow.clients.dataflow import DataflowClient
+from rillflow.clients.ledgers import connect
 from rillflow.config.load import parse
 from rillflow.config.secrets import masked
-from rillflow.dashboard.curves import Curves
-from rillflow.dashboard.lanes import Lanes
+from rillflow.dashboard.readers import Curves, Lanes
 from rillflow.dataflow.balance import Balance
 from rillflow.dataflow.ledger.snapshot import Snapshot, snapshot
-from rillflow.errors import ConfigError, RillflowError, RunError
+from rillflow.errors import ConfigError, RillflowError, RunError, WireError
 from rillflow.observe.advisories import FactReader
 from rillflow.runtime.folder import RunFolder
 from rillflow.storage import read_json
 from rillflow.storage.spans import FOLDER as TIMELINE
 from rillflow.storage.trajectories import FILE as TRAJECTORIES
-from rillflow.types import NodeInfo, Status
+from rillflow.types import NodeInfo, RetireNode, Status
 from rillflow.weights.manifest import HEAD
 
 Found = TypeVar("Found")
@@ -173,3 +180,77 @@ def _recipe(root: Path) -> dict[str, Any]:
     except ConfigError as error:
         raise RunError(error.message, "restore it from a copy") from error
     return recipe
+
+
+# ---------------------------------------------------------------- the live service
+
+
+log = logging.getLogger(__name__)
+
+FRESH = 1.0  # seconds for which an answer is used
+_REST = 3.0  # seconds after a service has not answered
+_PATIENCE = 2.0
+
+
+class LiveRun:
+    """The service of one run. `token` is the reader's; what the operator asks for carries the operator's own."""
+
+    def __init__(self, run: WatchedRun, token: str) -> None:
+        self._run = run
+        self._token = token
+        self._asking = asyncio.Lock()
+        self._answer: Live | None = None
+        self._until = 0.0
+        self._client: DataflowClient | None = None
+        self._url = ""
+
+    async def now(self) -> Live | None:
+        """The latest answer; None where the run is not running or does not answer."""
+        async with self._asking:
+            if time.monotonic() >= self._until:
+                self._answer = await self._ask()
+                self._until = time.monotonic() + (FRESH if self._answer is not None else _REST)
+            return self._answer
+
+    async def _ask(self) -> Live | None:
+        url = self._run.folder.address if self._run.running else None
+        if url is None:
+            return None
+        if self._client is None or url != self._url:
+            await self.close()
+            self._client, self._url = connect(url, self._token), url
+        try:
+            status = await self._client.status(_PATIENCE)
+            nodes = await self._client.nodes(_PATIENCE)
+            balance = msgspec.convert(await self._client.balance(_PATIENCE), Balance)
+        except (WireError, msgspec.MsgspecError) as error:
+            log.info("%s: %s", self._run.name, error)
+            await self.close()
+            return None
+        return Live(status, nodes.nodes, balance)
+
+    async def close(self) -> None:
+        if self._client is not None:
+            await self._client.close()
+            self._client = None
+
+    async def stop(self, operator: str) -> None:
+        """End the run; outstanding work stays in its ledger."""
+        client = self._operating(operator)
+        try:
+            await client.stop("stopped from the dashboard", _PATIENCE)
+        finally:
+            await client.close()
+
+    async def retire(self, operator: str, ask: RetireNode) -> None:
+        client = self._operating(operator)
+        try:
+            await client.retire(ask, _PATIENCE)
+        finally:
+            await client.close()
+
+    def _operating(self, operator: str) -> DataflowClient:
+        url = self._run.folder.address
+        if url is None or not self._run.running:
+            raise WireError(f"{self._run.name} does not run", "only a running run takes commands")
+        return connect(url, operator)

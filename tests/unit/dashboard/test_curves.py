@@ -8,7 +8,7 @@ from pathlib import Path
 
 from dashboard_run import make_run, step_line, write_lines
 
-from rillflow.dashboard.curves import Curves, thinned
+from rillflow.dashboard.readers import Curves, thinned
 from rillflow.runtime.folder import RunFolder
 
 

@@ -9,11 +9,10 @@ import yaml
 from dashboard_run import STARTED, make_run, step_line, write_lines
 
 from rillflow.config.secrets import MASK
-from rillflow.dashboard.views.algorithms import algorithms
-from rillflow.dashboard.views.balance import balance
 from rillflow.dashboard.views.charts import Window
-from rillflow.dashboard.views.compare import compare, differences
-from rillflow.dashboard.views.weights import weights
+from rillflow.dashboard.views.flow import algorithms
+from rillflow.dashboard.views.nodes import balance, weights
+from rillflow.dashboard.views.overview import compare, differences
 from rillflow.dashboard.watched import WatchedRun
 from rillflow.runtime.folder import RunFolder
 

@@ -8,13 +8,12 @@ import pytest
 from dashboard_run import STARTED, make_run, step_line, write_lines, write_spans
 
 from rillflow.config.supervised import load_fit
-from rillflow.dashboard.lanes import Lanes, Spans
+from rillflow.dashboard.readers import Lanes, Spans
 from rillflow.dashboard.views.charts import Window
 from rillflow.dashboard.views.flow import flow
-from rillflow.dashboard.views.logs import log_files, log_lines
 from rillflow.dashboard.views.nodes import nodes
 from rillflow.dashboard.views.overview import metrics, overview
-from rillflow.dashboard.views.timeline import bars, shares, timeline
+from rillflow.dashboard.views.records import bars, log_files, log_lines, shares, timeline
 from rillflow.dashboard.watched import WatchedRun, watch
 from rillflow.errors import BadRequest, ConfigError, CorruptData, RunError
 from rillflow.runtime.folder import RunFolder

@@ -18,7 +18,7 @@ from every_service import STAGE, WAIT, Started, every_service, example, path_of
 import rillflow
 from dataflow_world import POLICY, UNIT, FakeClock
 from rillflow.config import load_recipe
-from rillflow.dashboard.routes import DashboardRoutes
+from rillflow.dashboard.server import DashboardRoutes
 from rillflow.engine.service import EngineRoutes
 from rillflow.evaluate.endpoint import Forwarder, Upstream
 from rillflow.gateway.routes import AgentRoutes, ControlRoutes, EngineControlRoutes, in_session

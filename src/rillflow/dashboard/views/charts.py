@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from rillflow.dashboard.curves import Steps, thinned
+from rillflow.dashboard.readers import Steps, thinned
 from rillflow.dashboard.watched import WatchedRun
 
 Axis = Literal["step", "time"]

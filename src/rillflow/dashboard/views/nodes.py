@@ -1,15 +1,34 @@
-"""Rollout nodes: each of them, and of every measure the mean of the fleet beside the worst node."""
+"""Rollout nodes, the balance between them and the trainer with the maintainer's decisions, and the weights that they
+serve.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
+import msgspec
+
+from rillflow.dashboard.views.charts import Line, Picture
 from rillflow.dashboard.watched import Live, WatchedRun
+from rillflow.dataflow.balance import SATED, STARVING
+from rillflow.dataflow.balance_ledger import read_balance
 from rillflow.dataflow.ledger.nodes import node_info
 from rillflow.dataflow.ledger.snapshot import Snapshot
 from rillflow.dataflow.ledger.tables import SUM, Node
+from rillflow.errors import RillflowError, RunError
+from rillflow.resources.workers import Worker
 from rillflow.types import NodeInfo
+from rillflow.types.decoding import json_decoder
+from rillflow.weights.manifest import HEAD, VersionManifest, folder_name
+from rillflow.weights.manifest import Line as VersionLine
+from rillflow.weights.sealed import MANIFEST
+
+# ---------------------------------------------------------------- nodes
+
+# Of every measure, the mean of the fleet is shown beside the worst node.
+
 
 _MOST = 500  # rows that the table shows: the worst first
 
@@ -103,3 +122,137 @@ def known_heads(run: WatchedRun, live: Live | None) -> dict[str, int]:
 
     nothing: dict[str, int] = {}
     return live.status.versions if live is not None else run.ledger(read, nothing)
+
+
+# ---------------------------------------------------------------- balance
+
+
+_MOST_LINES = 200
+
+
+def balance(run: WatchedRun, live: Live | None) -> dict[str, Any]:
+    run.curves.follow()
+    reports = run.curves.balances
+    return {
+        "live": live is not None,
+        "balance": _balance(run, live),
+        "charts": [picture for picture in _pictures(reports) if picture.lines],
+        "zones": {"starving": STARVING, "sated": SATED},
+        "decisions": run.lines("maintainer.jsonl", _MOST_LINES)[::-1],
+        "maintained": bool((run.recipe.get("resources") or {}).get("scaling", {}).get("enabled")),
+        "workers": _workers(run),
+    }
+
+
+def _balance(run: WatchedRun, live: Live | None) -> dict[str, Any] | None:
+    if live is not None:
+        found = live.balance
+    else:
+        try:
+            found = read_balance(run.folder.ledger, run.first_policy)
+        except RunError:  # it has not begun
+            return None
+    return {"latest": msgspec.to_builtins(found.latest), "current": msgspec.to_builtins(found.current)}
+
+
+def _pictures(reports: list[dict[str, Any]]) -> list[Picture]:
+    """The reports so far, by version."""
+
+    def line(name: str, *path: str) -> list[Line]:
+        points = []
+        for report in reports:
+            value: Any = report
+            for key in path:
+                value = value.get(key) if isinstance(value, dict) else None
+            if isinstance(value, int | float):
+                points.append((float(report["version"]), float(value)))
+        return [Line(name, points)] if points else []
+
+    wait = line("wait fraction", "window", "wait_fraction")
+    ratio = line("entered / consumed", "production", "produce_consume_ratio")
+    sizes = [*line("GPUs", "production", "gpus"), *line("target", "decision", "target")]
+    made = line("samples/s per GPU", "production", "throughput_per_gpu")
+    told = [
+        (
+            "wait",
+            "The trainer's wait",
+            "the pool is too small above 10 %, and may be too large below 5 %",
+            "share",
+            wait,
+        ),
+        ("size", "Size of the pool", "current GPUs, and the target of the rule", "", sizes),
+        ("ratio", "Entered per trained sample", "samples that entered a stream for each trained one", "", ratio),
+        ("made", "Throughput", "samples per second and GPU", "/s", made),
+    ]
+    return [Picture(key, title, text, unit, False, lines) for key, title, text, unit, lines in told]
+
+
+def _workers(run: WatchedRun) -> list[dict[str, Any]]:
+    """The run's own workers, with their tags and what they do."""
+    try:
+        found: list[Worker] = run.folder.workers.read() if run.folder.workers.path.is_file() else []
+    except (OSError, RillflowError):
+        return []
+    return [
+        {"name": one.name, "tags": sorted(one.tags), "process": one.process, "rank": one.rank, "lost": one.lost}
+        for one in found
+    ]
+
+
+# ---------------------------------------------------------------- weights: published versions, and the nodes' transfers
+
+
+_MOST_VERSIONS = 40  # of a policy: the latest
+_TRANSFERS = ("loads", "delta_loads", "load_seconds", "pause_seconds", "pull_seconds", "pull_bytes")
+
+
+def weights(run: WatchedRun, live: Live | None) -> dict[str, Any]:
+    return {
+        "live": live is not None,
+        "policies": [_policy(run, policy) for policy in run.policies],
+        "transfers": [row for node in known_nodes(run, live) for row in _transfers(run, node)],
+        "troubles": [wait for wait in live.status.waits if "weights" in wait or "probe" in wait] if live else [],
+    }
+
+
+def _policy(run: WatchedRun, policy: str) -> dict[str, Any]:
+    """The versions that lie in the weight store; older ones have made room."""
+    folder = run.folder.weights(policy)
+    try:
+        line = json_decoder(VersionLine).decode((folder / HEAD).read_bytes())
+    except FileNotFoundError:
+        return {"policy": policy, "head": None, "versions": [], "orphaned": 0}
+    except (OSError, msgspec.MsgspecError) as error:
+        return {"policy": policy, "head": None, "versions": [], "orphaned": 0, "unknown": f"head.json: {error}"}
+    versions = [
+        {
+            "version": version,
+            "full_bytes": entry.full_bytes,
+            "delta_bytes": entry.delta_bytes,
+            "delta_of": entry.delta_of,
+            **_manifest(folder, version),
+        }
+        for version, entry in sorted(line.entries.items(), reverse=True)[:_MOST_VERSIONS]
+    ]
+    return {"policy": policy, "head": line.head, "versions": versions, "orphaned": len(line.orphaned)}
+
+
+def _manifest(folder: Path, version: int) -> dict[str, Any]:
+    """When the version was made, and its probe; nothing where it has been removed meanwhile."""
+    try:
+        found = json_decoder(VersionManifest).decode((folder / folder_name(version) / MANIFEST).read_bytes())
+    except (OSError, msgspec.MsgspecError, RillflowError):
+        return {"created": None, "parent": None, "probe": None}
+    probe = found.probe
+    told = None if probe is None else {"prompts": len(probe.prompts), "tolerance": probe.tolerance}
+    return {"created": found.created, "parent": found.parent, "probe": told}
+
+
+def _transfers(run: WatchedRun, node: NodeInfo) -> list[dict[str, Any]]:
+    """Return the downloads of a node for each policy, from its heartbeat."""
+    rows = []
+    for policy in run.policies:
+        if f"{policy}.loads" in node.stats:
+            told = {name: node.stats.get(f"{policy}.{name}", 0.0) for name in _TRANSFERS}
+            rows.append({"node": node.name, "policy": policy, "version": node.versions.get(policy), **told})
+    return rows

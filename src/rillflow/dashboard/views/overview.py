@@ -1,12 +1,17 @@
-"""The first panel: how the run stands, what to look at first, and its curves."""
+"""The first panel: how the run stands, its advisories, its curves; and two runs side by side."""
 
 from __future__ import annotations
 
 import math
+import time
+from collections.abc import Callable
 from typing import Any
 
-from rillflow.dashboard.views.charts import OVERVIEW, Window, metric_charts, pictures, reward_chart
+import msgspec
+
+from rillflow.dashboard.views.charts import OVERVIEW, Picture, Window, metric_charts, pictures, reward_chart
 from rillflow.dashboard.watched import Live, WatchedRun
+from rillflow.observe.advisories import advise
 
 _SHOWN_WAITS = 6
 _MOST_CHARTS = 60  # that one answer has
@@ -124,3 +129,90 @@ def metrics(run: WatchedRun, names: list[str], window: Window) -> dict[str, Any]
     known = run.curves.names()
     wanted = [name for name in names if name in known][:_MOST_CHARTS]
     return {"names": known, "charts": pictures(run, metric_charts(wanted), window)}
+
+
+# ---------------------------------------------------------------- advisories, problems first
+
+
+FRESH = 10.0  # seconds; those of a run that has ended are used six times as long
+
+
+class Advice:
+    """The advisories of each run, as they were last made."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._made: dict[str, tuple[float, dict[str, Any]]] = {}
+
+    def of(self, run: WatchedRun, live: Live | None) -> dict[str, Any]:
+        until, found = self._made.get(run.name, (0.0, {}))
+        if self._clock() >= until:
+            found = _advice(run, live)
+            self._made[run.name] = self._clock() + (FRESH if run.running else 6 * FRESH), found
+        return found
+
+
+def _advice(run: WatchedRun, live: Live | None) -> dict[str, Any]:
+    facts = run.facts.read(live.status if live else None, live.nodes if live else None, run.now())
+    return {"advisories": msgspec.to_builtins(advise(facts)), "unread": facts.unread}
+
+
+# ---------------------------------------------------------------- two runs side by side
+
+
+_MOST_DIFFERENCES = 400
+_NULL = "null"
+
+
+def compare(run: WatchedRun, other: WatchedRun, window: Window) -> dict[str, Any]:
+    for one in (run, other):
+        one.curves.follow()
+    return {
+        "runs": [heading(run, None), heading(other, None)],
+        "figures": _beside(figures(run, None), figures(other, None)),
+        "charts": _together(_pictures(run, window), _pictures(other, window)),
+        "recipe": differences(run.recipe, other.recipe),
+    }
+
+
+def _beside(left: list[dict[str, Any]], right: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    rows: dict[str, dict[str, Any]] = {}
+    for side, found in (("left", left), ("right", right)):
+        for one in found:
+            rows.setdefault(one["name"], {"name": one["name"], "unit": one["unit"], "left": None, "right": None})
+            rows[one["name"]][side] = one["value"]
+    return list(rows.values())
+
+
+def _pictures(run: WatchedRun, window: Window) -> list[Picture]:
+    return [reward_chart(run, window), *pictures(run, OVERVIEW, window)]
+
+
+def _together(left: list[Picture], right: list[Picture]) -> list[Picture]:
+    """One chart for each that either run has; `A` and `B` before the names of lines tell whose they are."""
+    both: dict[str, Picture] = {}
+    for mark, found in (("A", left), ("B", right)):
+        for picture in found:
+            joined = both.setdefault(picture.key, msgspec.structs.replace(picture, lines=[]))
+            joined.lines += [msgspec.structs.replace(line, name=f"{mark} {line.name}") for line in picture.lines]
+    return list(both.values())
+
+
+def differences(left: dict[str, Any], right: dict[str, Any]) -> dict[str, Any]:
+    """The settings that are not the same, by their path in the recipe; unset ones count as null."""
+    one, other = dict(_flat(left)), dict(_flat(right))
+    rows = [
+        {"path": path, "left": one.get(path), "right": other.get(path)}
+        for path in dict.fromkeys((*one, *other))
+        if one.get(path, _NULL) != other.get(path, _NULL) and path not in ("name", "description")
+    ]
+    return {"rows": rows[:_MOST_DIFFERENCES], "left_out": max(len(rows) - _MOST_DIFFERENCES, 0)}
+
+
+def _flat(value: Any, path: str = "") -> list[tuple[str, str]]:
+    """The leaves of a recipe; an empty list or mapping is one, too."""
+    if isinstance(value, dict) and value:
+        return [leaf for key, one in value.items() for leaf in _flat(one, f"{path}.{key}" if path else str(key))]
+    if isinstance(value, list) and value:
+        return [leaf for index, one in enumerate(value) for leaf in _flat(one, f"{path}[{index}]")]
+    return [(path, msgspec.json.encode(value).decode() if not isinstance(value, str) else value)]
