@@ -20,8 +20,7 @@ from rillflow.cli.checkpoints import Checkpoint, open_checkpoint
 from rillflow.cli.terminal import LiveLine
 from rillflow.config import Recipe, load_recipe, write_resolved
 from rillflow.errors import ConfigError
-from rillflow.evaluate.playing import Tally
-from rillflow.evaluate.run import REPORT, Evaluation, Result, average, evaluate, report
+from rillflow.evaluate.run import REPORT, Evaluation, Result, Tally, average, evaluate, report
 from rillflow.evaluate.scores import Score
 from rillflow.evaluate.suites import GRADING, HELDOUT, open_suites, with_context
 from rillflow.runtime.folder import RunFolder

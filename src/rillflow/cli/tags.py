@@ -13,9 +13,8 @@ from rich.table import Table
 
 from rillflow.clients.ledgers import connect
 from rillflow.errors import WireError
-from rillflow.resources.placement import hosted_node, node_of
+from rillflow.resources.placement import NONE, hosted_node, node_of, retagged
 from rillflow.resources.roofline import measure_apart
-from rillflow.resources.tags import NONE, retagged
 from rillflow.resources.workers import Worker, find, remeasured, with_rooflines
 from rillflow.runtime.folder import RunFolder
 from rillflow.types import NodeInfo

@@ -1,25 +1,111 @@
 """From a recipe and its workers to the processes of a run, and from one such plan to the next.
 
-Pure: `plan` decides, `difference` lists the changes, and `runtime.reconcile` carries them out. Colocated, disaggregated
-and multiplexed runs are the same code here: only the workers' tags differ.
+The pool gives workers to those who ask for what they can do, never by name. Every worker has capability tags and at
+most one active tag. A request takes idle workers first and then, if allowed, preempts others. `plan` decides,
+`difference` lists the changes, and `runtime.reconcile` carries them out. Colocated, disaggregated and multiplexed runs
+are the same code here: only the workers' tags differ. Nothing here starts, stops or waits.
 
-Invariants: every policy has exactly one trainer, with a rank for each worker given to it; a worker is in one process
-at most; one that trains and can roll out hosts a node, and plays while it waits; every other one that can roll out is
-a node of its own; a change of tags moves no worker that it does not concern.
+Invariants: a worker is never active in a tag that it does not carry, and never in two; an ask gives at most as many as
+were asked for; after `release` every worker that can roll out and does not train rolls out; a worker that has left is
+in no assignment. Every policy has exactly one trainer, with a rank for each worker given to it; a worker is in one
+process at most; one that trains and can roll out hosts a node, and plays while it waits; every other one that can roll
+out is a node of its own; a change of tags moves no worker that it does not concern.
+
+A change of tags is refused if the run could never progress after it. A worker without tags is idle. Set the tags of a
+lost worker, even to the same ones, to try it again.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, NamedTuple
 
+import msgspec
+
 from rillflow.config import Recipe
-from rillflow.errors import RunError
-from rillflow.resources.pool import Pool
-from rillflow.resources.workers import Worker
+from rillflow.config.resources import Tag
+from rillflow.errors import ConfigError, RunError
+from rillflow.resources.workers import TAGS, Worker, find
 from rillflow.types.ledgers import process_of
+
+
+class Asked(NamedTuple):
+    """The assigned workers, the best suited first; `preempted` are those that had another active tag."""
+
+    assigned: tuple[str, ...]
+    preempted: tuple[str, ...]
+
+
+class Pool:
+    """Workers in the order in which they joined."""
+
+    def __init__(self, workers: Iterable[Worker] = ()) -> None:
+        self._workers: dict[str, Worker] = {}
+        self._active: dict[str, Tag] = {}
+        for worker in workers:
+            self.join(worker)
+
+    def join(self, worker: Worker) -> None:
+        """Add a worker; it is idle until it is requested."""
+        if worker.name in self._workers:
+            raise ValueError(f"{worker.name} is in the pool already")
+        self._workers[worker.name] = worker
+
+    def leave(self, name: str) -> Tag | None:
+        """Remove a worker that has left or died; returns its active tag."""
+        del self._workers[name]
+        return self._active.pop(name, None)
+
+    def ask(
+        self, tag: Tag, count: int, *, policy: str | None = None, preempt: bool = True, prefer: Sequence[str] = ()
+    ) -> Asked:
+        """Assign up to `count` more workers to `tag`, idle ones first. Training prefers the highest train priority,
+        rollout the lowest; with `policy`, only workers that train it. Those named in `prefer` come before all others of
+        their kind (idle or not), in that order."""
+        able = [
+            worker
+            for worker in self._workers.values()
+            if tag in worker.tags and self._active.get(worker.name) != tag and policy in (None, worker.policy)
+        ]
+        ranked = sorted(able, key=lambda worker: self._rank(worker, tag, prefer))
+        given = [worker.name for worker in ranked if preempt or worker.name not in self._active][:count]
+        preempted = tuple(name for name in given if name in self._active)
+        self._active |= dict.fromkeys(given, tag)
+        return Asked(tuple(given), preempted)
+
+    def _rank(self, worker: Worker, tag: Tag, prefer: Sequence[str]) -> tuple[bool, int, float, int]:
+        """Return the sort key, the best first. Among equals, workers with fewer tags come first: the others stay
+        free."""
+        wanted = prefer.index(worker.name) if worker.name in prefer else len(prefer)
+        priority = worker.priority or 0.0
+        return worker.name in self._active, wanted, -priority if tag == "train" else priority, len(worker.tags)
+
+    def release(self, names: Iterable[str]) -> tuple[str, ...]:
+        """Release workers that have finished. Every worker that can roll out and does not train rolls out: returns
+        them."""
+        for name in names:
+            self._active.pop(name, None)
+        return self.ask("rollout", len(self._workers), preempt=False).assigned
+
+    def active(self, name: str) -> Tag | None:
+        """Return a worker's active tag; None while it is idle."""
+        return self._active.get(name)
+
+    def doing(self, tag: Tag | None) -> tuple[str, ...]:
+        """Return the workers whose active tag is `tag` (None: idle), in the order in which they joined."""
+        return tuple(name for name in self._workers if self._active.get(name) == tag)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._workers
+
+    def __len__(self) -> int:
+        return len(self._workers)
+
+
+# ---------------------------------------------------------------- the plan of a run's processes
+
 
 Role = Literal["dataflow", "unit", "weights", "engine", "stage", "rollout", "trainer", "maintain"]
 
@@ -200,3 +286,46 @@ def difference(running: Mapping[str, Placed], wanted: Plan) -> Difference:
         retire=[process for name, process in running.items() if name not in processes],
         restart=[(old, processes[name]) for name, old in running.items() if processes.get(name, old) != old],
     )
+
+
+# ---------------------------------------------------------------- changing tags while the run goes on
+
+
+NONE = "none"
+
+
+def parse_tags(words: Sequence[str], now: Collection[Tag]) -> frozenset[Tag]:
+    """Parse tags: `rollout,train` or `none` replace the tags, `+train -rollout` change those of `now`."""
+    names = [name for word in words for name in word.replace(",", " ").split()]
+    signed = [name for name in names if name[0] in "+-"]
+    if not names or (signed and len(signed) < len(names)) or (NONE in names and len(names) > 1):
+        raise ConfigError(
+            f"{' '.join(names)!r} is not a list of tags", "say `rollout,train`, `none`, or `+train -rollout`"
+        )
+    tags: set[Tag] = set(now) if signed else set()
+    for name in names:
+        if name.startswith("-"):
+            tags.discard(_tag(name[1:]))
+        elif name != NONE:
+            tags.add(_tag(name.removeprefix("+")))
+    return frozenset(tags)
+
+
+def _tag(name: str) -> Tag:
+    for tag in TAGS:
+        if name == tag:
+            return tag
+    raise ConfigError(f"unknown tag {name!r}", f"one of: {', '.join(TAGS)}")
+
+
+def retagged(recipe: Recipe, workers: Sequence[Worker], name: str, words: Sequence[str]) -> list[Worker]:
+    """Return the workers after the change of one; raises RunError if the run could not continue with them."""
+    old = find(workers, name)
+    new = msgspec.structs.replace(old, tags=parse_tags(words, old.tags), lost=False)
+    changed = [new if worker is old else worker for worker in workers]
+    try:
+        plan(recipe, changed, planned(recipe, workers))
+    except RunError as error:
+        tags = ",".join(sorted(new.tags)) or NONE
+        raise RunError(f"{name} cannot have the tags {tags}: {error.message}", error.hint) from None
+    return changed

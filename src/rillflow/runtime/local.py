@@ -26,11 +26,10 @@ from rillflow.resources.workers import measured, with_rooflines
 from rillflow.runtime.early import MODULES, EarlyServer, available
 from rillflow.runtime.folder import RunFolder
 from rillflow.runtime.maintaining import end_nodes
-from rillflow.runtime.on_demand import OnDemand
 from rillflow.runtime.preloaded import Preloaded
 from rillflow.runtime.process import STOP_SIGNALS, bind_host, ignored, was_asked_to_stop
 from rillflow.runtime.reconcile import Reconciler
-from rillflow.runtime.supervisor import ProcessSpec, Supervised, Supervisor
+from rillflow.runtime.supervisor import OnDemand, ProcessSpec, Supervised, Supervisor
 from rillflow.storage.startup import Starting, starting
 from rillflow.types import DONE, GOOD_ENDS, OUT_OF_PROMPTS, TARGET_REACHED, LookEngines, RetireNode, Status
 

@@ -19,9 +19,8 @@ from rillflow.config import Recipe
 from rillflow.errors import ConfigError, RunError
 from rillflow.resources.executors import Home, build_executor
 from rillflow.resources.maintainer.loop import Maintainer
-from rillflow.resources.maintainer.service import FileWorkers, ServiceRun
 from rillflow.resources.maintainer.state import Book, Line
-from rillflow.resources.maintainer.upkeep import Workers
+from rillflow.resources.maintainer.upkeep import FileWorkers, ServiceRun, Workers
 from rillflow.resources.workers import WorkersFile
 from rillflow.runtime.folder import RunFolder
 from rillflow.runtime.process import child_environment, prepare, run_until_signal

@@ -22,8 +22,7 @@ import numpy as np
 
 from rillflow.config import Recipe, StageConfig, resolve_object
 from rillflow.errors import ConfigError, did_you_mean
-from rillflow.stages.reference import ReferenceLogprobs
-from rillflow.stages.reward_model import RewardScores
+from rillflow.stages.shipped import ReferenceLogprobs, RewardScores
 from rillflow.trainer.batches import Databuffer, columns_of_stage, staged_columns
 from rillflow.trainer.graph.builtin import chain_of
 

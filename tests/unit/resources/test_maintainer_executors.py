@@ -19,8 +19,7 @@ import yaml
 from rillflow.config.resources import ScalingConfig
 from rillflow.errors import RunError
 from rillflow.resources.executors.command import CommandExecutor, filled
-from rillflow.resources.executors.kept import Kept, KeptNodes
-from rillflow.resources.executors.local import LocalExecutor
+from rillflow.resources.executors.local import Kept, KeptNodes, LocalExecutor
 
 NOBODY = "http://127.0.0.1:9"  # a node waits for a service there for a while: long enough for a test
 

@@ -7,7 +7,7 @@ import pytest
 
 from rillflow.config import load_recipe
 from rillflow.errors import ConfigError, RunError
-from rillflow.resources.tags import parse_tags, retagged
+from rillflow.resources.placement import parse_tags, retagged
 from rillflow.resources.workers import initial_workers
 
 

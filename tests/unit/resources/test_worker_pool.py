@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, rule
 
 from rillflow.config.resources import Tag
-from rillflow.resources.pool import Pool
+from rillflow.resources.placement import Pool
 from rillflow.resources.workers import Worker
 
 TAG_SETS = st.frozensets(st.sampled_from(["rollout", "train"]))

@@ -7,7 +7,7 @@ import os
 import socket
 import sys
 
-from rillflow.runtime.on_demand import OnDemand
+from rillflow.runtime.supervisor import OnDemand
 
 # Serves one connection on the socket that it is given.
 SERVER = """

@@ -12,8 +12,7 @@ import pytest
 
 from rillflow.config import load_recipe
 from rillflow.errors import RunError
-from rillflow.resources.placement import Placed
-from rillflow.resources.tags import retagged
+from rillflow.resources.placement import Placed, retagged
 from rillflow.resources.workers import WorkersFile
 from rillflow.runtime.reconcile import Reconciler
 

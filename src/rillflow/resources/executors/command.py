@@ -18,7 +18,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from rillflow.errors import RunError
-from rillflow.resources.executors.kept import Kept, KeptNodes
+from rillflow.resources.executors.local import Kept, KeptNodes
 
 log = logging.getLogger(__name__)
 

@@ -17,8 +17,18 @@ from rillflow.config.resources import ScalingConfig
 from rillflow.contracts import Clock, Executor, SystemClock
 from rillflow.dataflow.balance import Balance, Report
 from rillflow.errors import RillflowError, RunError, StorageError
-from rillflow.resources.maintainer.pool import Busy, Member, keep_rates, nodes_for, size
-from rillflow.resources.maintainer.rule import REMEMBERED, Wish, starves, victims, wish
+from rillflow.resources.maintainer.pool import (
+    REMEMBERED,
+    Busy,
+    Member,
+    Wish,
+    keep_rates,
+    nodes_for,
+    size,
+    starves,
+    victims,
+    wish,
+)
 from rillflow.resources.maintainer.state import Action, Asked, Book, Line, State
 from rillflow.resources.maintainer.upkeep import MARGIN, MOST_FAILURES, Look, NoWorkers, Run, Upkeep, Workers
 

@@ -11,13 +11,18 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from rillflow.config.resources import ScalingConfig
+import msgspec
+
+from rillflow.clients.dataflow import DataflowClient
+from rillflow.config.resources import ScalingConfig, Tag
 from rillflow.contracts import Clock, Executor
 from rillflow.dataflow.balance import Balance, Report
-from rillflow.errors import RunError, WireError
+from rillflow.errors import BadRequest, RunError, WireError
 from rillflow.resources.maintainer.pool import Member, members, size
 from rillflow.resources.maintainer.state import Action, Asked, Book, Line, Own, State
-from rillflow.types import NodeInfo
+from rillflow.resources.placement import node_of
+from rillflow.resources.workers import Worker, WorkersFile
+from rillflow.types import NodeInfo, RetireNode
 
 log = logging.getLogger(__name__)
 
@@ -277,3 +282,63 @@ class Upkeep:
 
     def _size(self, look: Look) -> int:
         return size(self.pool(look))
+
+
+# ---------------------------------------------------------------- a run, reached through its service
+
+
+_DEADLINE = 10.0
+
+
+class ServiceRun:
+    """The live service of a run."""
+
+    def __init__(self, client: DataflowClient) -> None:
+        self._client = client
+
+    async def ended(self) -> bool:
+        return (await self._client.status(_DEADLINE)).phase == "ended"
+
+    async def balance(self) -> Balance:
+        try:
+            return msgspec.convert(await self._client.balance(_DEADLINE), Balance)
+        except msgspec.ValidationError as error:
+            raise WireError(
+                f"the balance report cannot be read: {error}", "use the same version of rillflow as the run"
+            ) from error
+
+    async def nodes(self) -> list[NodeInfo]:
+        return (await self._client.nodes(_DEADLINE)).nodes
+
+    async def retire(self, node: str, drain: float) -> None:
+        try:
+            await self._client.retire(RetireNode(node=node, drain=drain), _DEADLINE)
+        except BadRequest:
+            return  # no such node lives: it has gone already
+
+
+class FileWorkers:
+    """The run's own nodes, by RUN/workers.json; the run's supervisor carries out its changes."""
+
+    def __init__(self, file: WorkersFile) -> None:
+        self._file = file
+
+    def playing(self) -> list[str]:
+        if self._file.stamp() is None:
+            return []
+        return [node_of(w.name) for w in self._file.read() if w.tags == {"rollout"} and not w.lost]
+
+    def take(self, node: str) -> None:
+        self._change(node, lambda tags: tags - {"rollout"})
+
+    def give(self, node: str) -> None:
+        self._change(node, lambda tags: tags | {"rollout"})
+
+    def _change(self, node: str, change: Callable[[frozenset[Tag]], frozenset[Tag]]) -> None:
+        def changed(workers: list[Worker]) -> list[Worker]:
+            return [
+                msgspec.structs.replace(w, tags=frozenset(change(w.tags))) if node_of(w.name) == node else w
+                for w in workers
+            ]
+
+        self._file.change(changed)

@@ -1,8 +1,13 @@
-"""Scores of a reward model: a causal model with a head of one number, as `rillflow fit` trains them.
+"""The shipped stages: log-probs of the reference model, and scores of a reward model.
 
-It reads a sample's own tokens without retokenising, so it must share the policy's tokenizer. The score of
-an answer is taken at the answer's last token. A sample with several answers (turns) has the score of its last one, or
-the mean or the least of all (`over`), as process reward models are used.
+The reference model, for the KL term, is the one that the trainer would run itself (`trainer.kl.reference`, or the
+policy's initial weights), by the same code and at the same temperatures, so the numbers are the same up to the rounding
+of differently packed rows.
+
+A reward model is a causal model with a head of one number, as `rillflow fit` trains them. It reads a sample's own
+tokens without retokenising, so it must share the policy's tokenizer. The score of an answer is taken at the answer's
+last token. A sample with several answers (turns) has the score of its last one, or the mean or the least of all
+(`over`), as process reward models are used.
 """
 
 from __future__ import annotations
@@ -15,18 +20,42 @@ import numpy as np
 
 from rillflow.config import Recipe
 from rillflow.errors import ConfigError
-from rillflow.trainer.batches import SCORE, Databuffer
-from rillflow.trainer.forward import ScalarForward
+from rillflow.trainer.batches import REFERENCE, SCORE, Databuffer
+from rillflow.trainer.forward import PolicyForward, ScalarForward
 from rillflow.trainer.learner import Learner
 from rillflow.trainer.parallel.peers import Alone
 from rillflow.trainer.roles import reward_model
 from rillflow.weights.model_folder import facts_of
-from rillflow.weights.models import load_tokenizer, pick_device
+from rillflow.weights.models import load_policy_model, load_tokenizer, pick_device
 
 if TYPE_CHECKING:
     import numpy.typing as npt
 
     from rillflow.trainer.batches import Column
+
+
+class ReferenceLogprobs:
+    def __init__(self, recipe: Recipe, policy: str) -> None:
+        settings = recipe.policies[policy]
+        config = settings.trainer.model_copy(update={"sharding": "none"})
+        folder = config.kl.reference if config.kl is not None else None
+        model = load_policy_model(folder or settings.model, config.dtype, pick_device(config.device))
+        self._learner = Learner(
+            "reference",
+            model.requires_grad_(False),
+            PolicyForward(model, config),
+            None,
+            config,
+            Alone(),
+            in_order=recipe.runtime.deterministic,
+        )
+
+    def columns(self, data: Databuffer) -> Mapping[str, Column]:
+        return {REFERENCE: self._learner.infer(data)}
+
+
+# ---------------------------------------------------------------- a reward model
+
 
 Over = Literal["last", "mean", "min"]
 
