@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.table import Column, Table
 from xxhash import xxh3_64_hexdigest
 
-from rillflow.cli.checkpoints import Checkpoint, open_checkpoint
+from rillflow.cli.export import Checkpoint, open_checkpoint
 from rillflow.cli.terminal import LiveLine
 from rillflow.config import Recipe, load_recipe, write_resolved
 from rillflow.errors import ConfigError

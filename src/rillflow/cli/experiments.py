@@ -147,7 +147,7 @@ def balance(
     as_json: Annotated[bool, typer.Option("--json", help="Print the whole report as JSON")] = False,
 ) -> None:
     """Show whether the pool of rollout nodes fits what the trainer takes."""
-    from rillflow.cli.balance import print_balance
+    from rillflow.cli.reports import print_balance
     from rillflow.runtime.folder import RunFolder
 
     with clear_errors():

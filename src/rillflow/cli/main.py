@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from rillflow.cli import agents, evaluate, experiments, parts, pool, watching
+from rillflow.cli import agents, evaluate, experiments, parts, watching
 from rillflow.cli.app import app
 
-__all__ = ["agents", "app", "evaluate", "experiments", "parts", "pool", "watching"]
+__all__ = ["agents", "app", "evaluate", "experiments", "parts", "watching"]

@@ -9,7 +9,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.text import Text
 
-from rillflow.cli.join import to_join
+from rillflow.cli.status import to_join
 from rillflow.clients.joining import token_of
 from rillflow.errors import ConfigError
 from rillflow.resources.maintainer.state import Line

@@ -1,11 +1,16 @@
-"""Commands that start one part of a run by hand."""
+"""Commands that start one part of a run by hand, and commands for its workers: list them, change their tags, retire
+nodes.
+"""
 
 from __future__ import annotations
 
+import math
+import os
 from pathlib import Path
 from typing import Annotated
 
 import typer
+from rich.console import Console
 
 from rillflow.cli.app import (
     CacheOption,
@@ -20,6 +25,8 @@ from rillflow.cli.app import (
     one_run,
 )
 from rillflow.errors import ConfigError
+from rillflow.runtime.process import prepare, run_until_signal
+from rillflow.types import TokenScope
 
 
 @app.command(rich_help_panel="One part of a run, started by hand")
@@ -52,7 +59,7 @@ def unit(
     host: HostOption = "127.0.0.1",
 ) -> None:
     """Keep payloads for a run: one storage unit. With --join it needs nothing of the run's folder."""
-    from rillflow.cli.join import to_join
+    from rillflow.cli.status import to_join
 
     with clear_errors(role=True):
         if (opened := one_run(folder, join)) is None:
@@ -78,7 +85,7 @@ def engine(
     host: HostOption = "127.0.0.1",
 ) -> None:
     """Sample for the nodes of a run: one engine process. With --join it needs nothing of the run's folder."""
-    from rillflow.cli.join import to_join
+    from rillflow.cli.status import to_join
 
     with clear_errors(role=True):
         if (opened := one_run(folder, join)) is None:
@@ -108,7 +115,7 @@ def rollout(
     ] = 30.0,
 ) -> None:
     """Play episodes for a run. With --join, from anywhere and at any time: it needs nothing of the run's folder."""
-    from rillflow.cli.join import to_join
+    from rillflow.cli.status import to_join
 
     with clear_errors(role=True):
         if (opened := one_run(folder, join)) is None:
@@ -134,7 +141,7 @@ def stage(
 ) -> None:
     """Add columns to the samples of a run before its trainer gets them: one worker of a stage. With --join it needs
     nothing of the run's folder."""
-    from rillflow.cli.join import to_join
+    from rillflow.cli.status import to_join
 
     with clear_errors(role=True):
         if len(names) != (1 if join else 2):
@@ -183,8 +190,6 @@ def relay(
     The reader's token of the run is taken from RILLFLOW_WEIGHTS_TOKEN (`rillflow token RUN reader`). Nodes pull
     from the relay with policies.*.weights.source=URL; the URL is printed once it listens.
     """
-    from rillflow.cli.weights import relay as run_relay
-
     with clear_errors(role=True):
         raise typer.Exit(run_relay(upstream, cache, gigabytes=limit, host=host, port=port))
 
@@ -210,7 +215,7 @@ def trainer(
     host: HostOption = "127.0.0.1",
 ) -> None:
     """Train one policy of a run. With --join it needs nothing of the run's folder, and serves its weights itself."""
-    from rillflow.cli.join import to_join
+    from rillflow.cli.status import to_join
 
     with clear_errors(role=True):
         if (named := one_run(folder, join)) is None:
@@ -258,3 +263,121 @@ def maintain(
             folder, join=join, state=state, token_file=token_file, dry_run=dry_run, mcp=mcp, port=port
         )
         raise typer.Exit(code)
+
+
+# ---------------------------------------------------------------- the workers of a run
+
+
+@app.command(context_settings={"ignore_unknown_options": True})
+def tags(
+    folder: RunArgument,
+    worker: Annotated[str | None, typer.Argument(help="Only this worker", show_default="all of them")] = None,
+    change: Annotated[
+        list[str] | None,
+        typer.Argument(help="Its tags from now on (rollout,train or none), or changes of them (+train -rollout)"),
+    ] = None,
+    measure: Annotated[
+        bool, typer.Option("--measure", help="Measure this machine's compute and memory bandwidth for the priorities")
+    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the workers as JSON")] = False,
+) -> None:
+    """Show the tags of a run's workers, or change them while the run goes on."""
+    from rillflow.cli.tags import tags_command
+    from rillflow.runtime.folder import RunFolder
+
+    with clear_errors():
+        tags_command(RunFolder.open(folder), worker, change or (), measure=measure, as_json=as_json)
+
+
+@app.command()
+def nodes(
+    folder: MaybeRun = None,
+    *,
+    join: JoinOption = None,
+    token_file: TokenOption = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the nodes as JSON")] = False,
+) -> None:
+    """List the rollout nodes of a run with their state, their tasks and their throughput."""
+    from rillflow.cli.status import print_nodes
+
+    with clear_errors():
+        print_nodes(folder, join, token_file, as_json=as_json)
+
+
+@app.command()
+def token(
+    folder: RunArgument,
+    scope: Annotated[TokenScope, typer.Argument(help="Who it is for", show_default=True)] = "node",
+) -> None:
+    """Print a token of a run, to hand to processes elsewhere.
+
+    [b]node[/b]: rollout nodes, engines and agents that join; [b]reader[/b]: dashboards and relays, which only read;
+    [b]trainer[/b]: leases batches and commits steps; [b]stage[/b]: adds columns to samples; [b]unit[/b]: keeps
+    payloads; [b]operator[/b]: everything, such as retiring a node or stopping the run.
+    """
+    from rillflow.runtime.folder import RunFolder
+
+    with clear_errors():
+        print(RunFolder.open(folder).token_of(scope))
+
+
+@app.command()
+def retire(
+    names: Annotated[list[str], typer.Argument(help="The run folder and the node's name, or with --join its name")],
+    join: JoinOption = None,
+    token_file: TokenOption = None,
+    drain: Annotated[float, typer.Option(help="Seconds that it has to end its episodes; 0: none", min=0)] = 120.0,
+) -> None:
+    """Retire a rollout node: it gets no more tasks, finishes its episodes, hands the rest back and exits."""
+    from rillflow.cli.status import retire as retire_node
+
+    with clear_errors():
+        if len(names) != (1 if join else 2):
+            raise ConfigError("name the run and the node", "rillflow retire RUN NODE; rillflow retire NODE --join URL")
+        retire_node(None if join else Path(names[0]), join, token_file, names[-1], drain)
+
+
+@app.command()
+def timeline(
+    folder: RunArgument,
+    png: Annotated[Path | None, typer.Option(help="Draw it into this file", dir_okay=False, metavar="FILE")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the shares as JSON")] = False,
+) -> None:
+    """Show how each worker of a run spent its time: rollout, inference, training, switching, loading, idle."""
+    from rillflow.cli.reports import show_timeline
+    from rillflow.runtime.folder import RunFolder
+
+    with clear_errors():
+        show_timeline(RunFolder.open(folder), png, as_json=as_json)
+
+
+# ---------------------------------------------------------------- relays
+
+
+TOKEN_VARIABLE = "RILLFLOW_WEIGHTS_TOKEN"
+_LEAST_CACHE = 1 << 20
+
+console = Console(stderr=True)
+
+
+def run_relay(upstream: str, cache: Path, *, gigabytes: float, host: str, port: int) -> int:
+    """Serve until a signal comes; returns the code that the process ends with."""
+    from rillflow.weights.transport.relay import serve_relay
+
+    token = os.environ.get(TOKEN_VARIABLE, "")
+    if not token:
+        raise ConfigError(
+            f"a relay needs the reader's token of the run, in {TOKEN_VARIABLE}",
+            "`rillflow token RUN reader` prints it, where the run's folder is",
+        )
+    if not _LEAST_CACHE <= gigabytes * 1e9 < math.inf:  # also refuses NaN
+        raise ConfigError(f"a cache cannot have {gigabytes} GB", "give --limit at least the size of a version")
+    prepare()
+
+    def ready(url: str) -> None:
+        console.print(f"relay of {upstream} at {url}, cache in {cache}", highlight=False, soft_wrap=True)
+
+    urls = [url.strip() for url in upstream.split(",")]
+    return run_until_signal(
+        serve_relay(urls, cache, token, on_ready=ready, limit=int(gigabytes * 1e9), host=host, port=port)
+    )

@@ -90,7 +90,7 @@ def _recipe(asked: Asked, console: Console) -> Recipe:
     if not run.is_dir():
         recipe = load_recipe(asked.recipe, asked.overrides)
     else:
-        from rillflow.cli.checkpoints import open_checkpoint
+        from rillflow.cli.export import open_checkpoint
 
         checkpoint = open_checkpoint(asked.recipe, asked.version)
         if checkpoint.recipe is None:

@@ -279,7 +279,7 @@ def trace(
     most: Annotated[int, typer.Option(help="Episodes that are shown, the newest", min=1)] = 20_000,
 ) -> None:
     """Write a run as a trace for Perfetto: workers, episodes, batches and steps, with arrows from lease to step."""
-    from rillflow.cli.tracing import print_life, write_trace
+    from rillflow.cli.reports import print_life, write_trace
     from rillflow.runtime.folder import RunFolder
 
     with clear_errors():

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from rillflow.cli.balance import find_balance, print_balance
+from rillflow.cli.reports import find_balance, print_balance
 from rillflow.config import load_recipe
 from rillflow.contracts import SystemClock
 from rillflow.dataflow.balance import Balance

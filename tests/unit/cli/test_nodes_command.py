@@ -8,9 +8,9 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
-from rillflow.cli import join as module
-from rillflow.cli.join import nodes_table
+from rillflow.cli import status as module
 from rillflow.cli.main import app
+from rillflow.cli.status import nodes_table
 from rillflow.types import Ack, NodeInfo, NodeList, RetireNode
 
 

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from rillflow.cli.checkpoints import open_checkpoint
 from rillflow.cli.evaluating import Asked, plan
+from rillflow.cli.export import open_checkpoint
 from rillflow.config import Recipe, load_recipe
 from rillflow.errors import ConfigError
 from rillflow.evaluate.run import Evaluation

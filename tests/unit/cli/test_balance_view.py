@@ -6,8 +6,8 @@ import io
 
 from rich.console import Console
 
+from rillflow.cli.reports import balance_view
 from rillflow.dataflow.balance import Balance, Counts, Look, Mark, NodeLook, Report, Step, make_report
-from rillflow.observe.balance import balance_view
 
 
 def report(*nodes: NodeLook, steps: list[Step] | None = None) -> Report:
