@@ -33,7 +33,6 @@ from rillflow.types.batches import (
     StepPart,
     TrainerJoined,
 )
-from rillflow.types.columns import COLUMNS, column_dtype
 from rillflow.types.engine import (
     AskTurn,
     Chunk,
@@ -48,9 +47,21 @@ from rillflow.types.engine import (
     Sampling,
     TurnReply,
 )
-from rillflow.types.joining import RunRecipe, TellFetch, WeightsKey
-from rillflow.types.nodes import Heartbeat, HeartbeatReply, LeaveRun, NodeInfo, NodeList, RetireNode
-from rillflow.types.status import Evaluation, PolicyStatus, Status, StopRun
+from rillflow.types.runs import (
+    Evaluation,
+    Heartbeat,
+    HeartbeatReply,
+    LeaveRun,
+    NodeInfo,
+    NodeList,
+    PolicyStatus,
+    RetireNode,
+    RunRecipe,
+    Status,
+    StopRun,
+    TellFetch,
+    WeightsKey,
+)
 from rillflow.types.tasks import (
     MODEL_WAIT,
     SLOW_TOOL,
@@ -69,6 +80,7 @@ from rillflow.types.tasks import (
     UserError,
 )
 from rillflow.types.units import (
+    COLUMNS,
     Durability,
     GetRows,
     LoseRows,
@@ -80,6 +92,7 @@ from rillflow.types.units import (
     UnitBeatReply,
     UnitInfo,
     Units,
+    column_dtype,
 )
 
 __all__ = [

@@ -19,10 +19,19 @@ from rillflow.types.batches import (
     TrainerJoined,
 )
 from rillflow.types.engine import AskTurn, EngineInfo, Engines, LookEngines, TurnReply
-from rillflow.types.joining import RunRecipe, TellFetch, WeightsKey
-from rillflow.types.nodes import Heartbeat, HeartbeatReply, LeaveRun, NodeList, RetireNode
 from rillflow.types.route import BYTES, get, post, raw
-from rillflow.types.status import Status, StopRun
+from rillflow.types.runs import (
+    Heartbeat,
+    HeartbeatReply,
+    LeaveRun,
+    NodeList,
+    RetireNode,
+    RunRecipe,
+    Status,
+    StopRun,
+    TellFetch,
+    WeightsKey,
+)
 from rillflow.types.tasks import Ack, CompleteTasks, FailTask, LeaseTasks, TaskLeases, TasksTaken
 from rillflow.types.units import GetRows, LoseRows, PutRows, RowsGot, RowsPut, UnitBeat, UnitBeatReply, UnitInfo, Units
 
