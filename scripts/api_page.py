@@ -14,7 +14,7 @@ import rillflow
 import rillflow.contracts
 
 SECTIONS: dict[str, tuple[str, ...]] = {
-    "Running": ("run", "Run", "load_recipe", "Recipe"),
+    "Running": ("run", "resume", "Run", "load_recipe", "Recipe"),
     "Workflows": ("Episode", "Role", "Said", "Toolbox", "Environment", "Observation"),
     "Rewards and tools": ("reward", "tool"),
     "Reading runs": ("trajectories", "Trajectories", "Trajectory"),

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from rillflow import errors
     from rillflow.agents.rewards.calling import reward
     from rillflow.agents.tools.functions import tool
-    from rillflow.api import Run, run, trajectories
+    from rillflow.api import Run, resume, run, trajectories
     from rillflow.config import Recipe, load_recipe
     from rillflow.contracts import Environment, Episode, Role, Toolbox
     from rillflow.errors import ConfigError, RewardError, RillflowError, RunError, ToolError, WorkflowError
@@ -46,6 +46,7 @@ __all__ = [
     "__version__",
     "errors",
     "load_recipe",
+    "resume",
     "reward",
     "run",
     "tool",
@@ -55,7 +56,7 @@ __all__ = [
 _MODULES = {
     "rillflow.agents.rewards.calling": ("reward",),
     "rillflow.agents.tools.functions": ("tool",),
-    "rillflow.api": ("Run", "run", "trajectories"),
+    "rillflow.api": ("Run", "resume", "run", "trajectories"),
     "rillflow.config": ("Recipe", "load_recipe"),
     "rillflow.contracts": ("Environment", "Episode", "Role", "Toolbox"),
     "rillflow.errors": ("ConfigError", "RewardError", "RillflowError", "RunError", "ToolError", "WorkflowError"),

@@ -69,7 +69,7 @@ def run(
 
     The call blocks, shows its progress on standard error and leaves no process behind. ConfigError: the recipe cannot
     work; nothing was started. RunError: the run failed or was interrupted; its message names the run folder, and
-    `rillflow resume` goes on with it.
+    `rillflow.resume` goes on with it.
 
     Example:
 
@@ -80,10 +80,7 @@ def run(
         raise ConfigError(
             "overrides need a recipe's name or path", "give them to `rillflow.load_recipe(name, overrides)` instead"
         )
-    if _in_event_loop():
-        raise RunError(
-            "rillflow.run blocks and was called from an event loop", "use `await asyncio.to_thread(rillflow.run, …)`"
-        )
+    _refuse_event_loop("run")
     from rillflow.runtime.early import early_server
 
     with early_server(wanted=runtime == "local") as early:  # imports torch while the recipe is read
@@ -96,19 +93,59 @@ def run(
         check(loaded)
         with signals_held():
             folder = RunFolder.create(loaded, Path(runs))
-            code = run_folder(folder, where)
+            return _finished(folder, run_folder(folder, where))
+
+
+def resume(
+    run: str | Path,
+    *,
+    runtime: Literal["local", "ray"] = "local",
+    address: str | None = None,
+    dashboard: bool = True,
+) -> Run:
+    """Go on with a run that was stopped, killed or failed, as `rillflow resume` does, and return the finished run.
+
+    `run` is the path of its run folder. A run that has already finished is returned at once; to train on, raise
+    `trainer.steps` or `evaluation.target` in its `recipe.yaml` first. The other arguments and the errors are those of
+    `rillflow.run`.
+
+    Example:
+
+        run = rillflow.resume("runs/quickstart-20261118-033123")
+        print(run.summary["steps"])
+    """
+    _refuse_event_loop("resume")
+    from rillflow.runtime.early import early_server
+    from rillflow.runtime.folder import RunFolder
+
+    folder = RunFolder.open(run)
+    with early_server(wanted=runtime == "local") as early:
+        from rillflow.cli.run import Where, check, has_finished, run_folder
+        from rillflow.runtime.process import signals_held
+
+        if has_finished(folder):
+            return Run(folder.root)
+        check(folder.recipe)
+        with signals_held():
+            return _finished(folder, run_folder(folder, Where(runtime, address, early, dashboard), resume=True))
+
+
+def _finished(folder: RunFolder, code: int) -> Run:
     if code:
         state = "was stopped" if code == _STOPPED else f"failed: {folder.state()['reason']}"
         raise RunError(f"the run in {folder.root} {state}", f"`rillflow resume {folder.root}` goes on with it")
     return Run(folder.root)
 
 
-def _in_event_loop() -> bool:
+def _refuse_event_loop(name: str) -> None:
     try:
         asyncio.get_running_loop()
     except RuntimeError:
-        return False
-    return True
+        return
+    raise RunError(
+        f"rillflow.{name} blocks and was called from an event loop",
+        f"use `await asyncio.to_thread(rillflow.{name}, …)`",
+    )
 
 
 def trajectories(

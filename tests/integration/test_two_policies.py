@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 import time
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import pytest
 
 import rillflow
 from commands import Cli, all_processes_of, frozen_trainer, steps_of, wait_until
+from rillflow.runtime.warm import PATH_ENV
 
 RUN = [
     "trainer.steps=7",
@@ -22,6 +24,12 @@ RUN = [
     "data.heldout.arguments.count=8",
 ]
 STEPS = {"solver": 7, "checker": 5}
+# The second call finds a finished run and returns it.
+RESUMED = """
+import sys, rillflow
+
+print([rillflow.resume(sys.argv[1]).summary["policies"]["checker"]["steps"] for _ in range(2)])
+"""
 
 
 def audited(cli: Cli, folder: Path) -> dict[str, dict[str, int]]:
@@ -65,7 +73,9 @@ def test_killed_as_a_whole_both_policies_go_on_at_their_own_pace(cli: Cli) -> No
 
     recipe = folder / "recipe.yaml"  # more steps for one of them: the other has nothing left to do
     recipe.write_text(recipe.read_text().replace("steps: 5\n", "steps: 6\n"))
-    cli.run("resume", str(folder))
+    resumed = cli.start_command(sys.executable, "-c", RESUMED, str(folder), **{PATH_ENV: cli.warm.path()})
+    assert resumed.wait(600) == 0, resumed.output()
+    assert resumed.output().splitlines()[-1] == "[6, 6]"
     assert steps_by_policy(folder) == STEPS | {"checker": 6}
     audited(cli, folder)
 

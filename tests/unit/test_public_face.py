@@ -97,5 +97,12 @@ def test_a_wrong_recipe_starts_nothing(tmp_path: Path) -> None:
 async def test_run_refuses_to_block_an_event_loop(tmp_path: Path) -> None:
     with pytest.raises(rillflow.RunError, match="event loop"):
         rillflow.run("quickstart", runs=tmp_path)
+    with pytest.raises(rillflow.RunError, match="event loop"):
+        rillflow.resume(tmp_path)
     with pytest.raises(rillflow.ConfigError):
         await asyncio.to_thread(rillflow.run, "no_such_recipe", runs=tmp_path)
+
+
+def test_only_a_run_folder_can_be_resumed(tmp_path: Path) -> None:
+    with pytest.raises(rillflow.RunError, match="run folder"):
+        rillflow.resume(tmp_path)
