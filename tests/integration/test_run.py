@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import urllib.error
 import urllib.request
 from pathlib import Path
@@ -61,8 +62,16 @@ def test_a_short_run_leaves_what_it_promises(cli: Cli, monkeypatch: pytest.Monke
     assert "nothing to resume" in again.output()
 
 
+def execute_trajectories_page(folder: Path) -> None:
+    """The snippet of docs/trajectories.md, with the folder of this run."""
+    page = (Path(__file__).parents[2] / "docs" / "trajectories.md").read_text()
+    (code,) = re.findall(r"^```python\n(.*?)^```", page, re.DOTALL | re.MULTILINE)
+    exec(code.replace("runs/quickstart-20261118-033123", str(folder)), {})
+
+
 def assert_keeps_trajectories(folder: Path) -> None:
     """Trajectories of each step and each evaluation are kept; trained ones have the trainer's values."""
+    execute_trajectories_page(folder)
     kept = rillflow.trajectories(folder)
     assert len(rillflow.trajectories(folder, lane="evaluation")) == 16
     trained = rillflow.trajectories(folder, lane="train", status="done")

@@ -1,8 +1,8 @@
 """Every command and snippet of the documentation is checked against the code.
 
 Commands are parsed: names, options and the number of arguments must be valid. Those in `CHEAP` are also run. Recipes
-are validated against the schema. Python is compiled, and what it imports of Rillflow is imported. The pages `graphs`,
-`prompts`, `tutorial` and `workflows` have tests of their own that also execute their snippets.
+are validated against the schema. Python is compiled, and what it imports of Rillflow is imported; `test_docs_python`
+executes it, or names the test that does.
 """
 
 from __future__ import annotations
