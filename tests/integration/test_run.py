@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
+import shlex
 import urllib.error
 import urllib.request
 from pathlib import Path
 
 import numpy as np
 import pytest
+from typer.testing import CliRunner
 
 import rillflow
 from chrome_trace import check_trace, flows_of
 from commands import Cli, Started, processes_of, steps_of, wait_until
+from docs_blocks import command_lines
 from exposed_metrics import check_board, check_table
 from loaded_modules import LoadedModules
+from rillflow.cli.main import app
 
+READING = {"audit", "balance", "show", "status", "timeline", "token", "top", "trace"}
 SHORT = [
     "trainer.steps=3",
     "trainer.batch_groups=2",
@@ -46,6 +52,8 @@ def test_a_short_run_leaves_what_it_promises(cli: Cli, monkeypatch: pytest.Monke
         assert not {"torch", "transformers", "numba", "openai", "aiohttp", "pandas"} & loaded.of(light), light
 
     assert_keeps_trajectories(folder)
+    execute_trajectories_page(folder)
+    execute_documented_commands(folder)
     report = cli.run("audit", str(folder), "--json")
     audited = json.loads(report.output())
     assert audited["balanced"]
@@ -62,6 +70,17 @@ def test_a_short_run_leaves_what_it_promises(cli: Cli, monkeypatch: pytest.Monke
     assert "nothing to resume" in again.output()
 
 
+def execute_documented_commands(folder: Path) -> None:
+    """Every documented command that reads a run, with the folder of this one."""
+    lines = {re.sub(r"RUN|runs/\w+-[\w…-]+", str(folder), line.values[0]) for line in command_lines()}
+    chosen = [words for words in map(shlex.split, sorted(lines)) if words[1] in READING and "t000014.3" not in words]
+    assert {words[1] for words in chosen} == READING
+    with contextlib.chdir(folder.parents[1]):
+        for words in chosen:
+            result = CliRunner().invoke(app, words[1:])
+            assert result.exit_code == 0, (words, result.output)
+
+
 def execute_trajectories_page(folder: Path) -> None:
     """The snippet of docs/trajectories.md, with the folder of this run."""
     page = (Path(__file__).parents[2] / "docs" / "trajectories.md").read_text()
@@ -71,7 +90,6 @@ def execute_trajectories_page(folder: Path) -> None:
 
 def assert_keeps_trajectories(folder: Path) -> None:
     """Trajectories of each step and each evaluation are kept; trained ones have the trainer's values."""
-    execute_trajectories_page(folder)
     kept = rillflow.trajectories(folder)
     assert len(rillflow.trajectories(folder, lane="evaluation")) == 16
     trained = rillflow.trajectories(folder, lane="train", status="done")

@@ -21,40 +21,17 @@ import yaml
 from typer.main import get_command
 from typer.testing import CliRunner
 
+from docs_blocks import PAGES, ROOT, blocks, command_lines
 from rillflow.cli.main import app
+from rillflow.config import load_recipe, recipes
 from rillflow.config.load import read_raw, validate
-from rillflow.config.supervised import FitRecipe
+from rillflow.config.supervised import FitRecipe, load_fit
 
-ROOT = Path(__file__).parents[2]
-# The blocks of api.md are signatures, which the generator takes from the code.
-PAGES = sorted({*(ROOT / "docs").rglob("*.md"), *ROOT.glob("*.md")} - {ROOT / "docs" / "api.md"})
-BLOCK = re.compile(r"^( *)```(\w*)[^\n]*\n(.*?)^ *```", re.DOTALL | re.MULTILINE)
 COMMANDS: dict[str, Any] = get_command(app).commands  # type: ignore[attr-defined]
-# They need neither a run nor a model, and end within a second. Commands that take longer are run
-# by the tests of whole runs (`tests/integration`): run, resume, fit, eval, try, trainer, rollout, unit, stage, relay.
+# They need neither a run nor a model, and end within a second. `integration/test_run.py` executes the documented
+# commands that read a run; commands that take longer are executed by the tests of whole runs: run, resume, fit, eval,
+# try, trainer, rollout, unit, stage, relay.
 CHEAP = ("environments", "grafana", "leakage train.jsonl test.jsonl", "recipes", "recipes quickstart", "rewards")
-
-
-def blocks(*languages: str) -> Iterator[Any]:
-    """Yield the fenced blocks of these languages in all pages, as parameters of a test."""
-    for page in PAGES:
-        text = page.read_text()
-        for found in BLOCK.finditer(text):
-            if found[2] in languages:
-                indent = len(found[1])
-                code = "\n".join(line[indent:] for line in found[3].splitlines())
-                line = text.count("\n", 0, found.start()) + 1
-                yield pytest.param(code, id=f"{page.relative_to(ROOT)}:{line}")
-
-
-def command_lines() -> Iterator[Any]:
-    for block in blocks("", "bash", "console"):
-        (code,) = block.values
-        for line in code.replace("\\\n", " ").splitlines():
-            words = re.sub(r"\s#\s.*|&$", "", re.sub(r"^(host-\w+)?\$ ", "", line)).strip()
-            words = re.sub(r"^(\w+=\S+ +)+", "", words)
-            if re.match(r"(rillflow [a-z]|python -m (bench|scripts)|bash scripts/|make [a-z])", words):
-                yield pytest.param(words, id=f"{block.id} {words[:60]}")
 
 
 @pytest.mark.parametrize("line", command_lines())
@@ -84,6 +61,19 @@ def parse(name: str, words: list[str]) -> None:
     context.resilient_parsing = False
     _, left, _ = command.make_parser(context).parse_args(words)
     assert left == []
+
+
+def recipe_lines() -> Iterator[Any]:
+    """Yield the documented starts of shipped recipes: name and overrides."""
+    for line in command_lines():
+        _, name, *words = shlex.split(line.values[0].replace("…", "1"))
+        if name in {"fit", "run", "try"} and words and words[0] in recipes():
+            yield pytest.param(name, words[0], [word for word in words[1:] if "=" in word], id=line.id)
+
+
+@pytest.mark.parametrize(("command", "recipe", "overrides"), recipe_lines())
+def test_the_recipe_of_a_command_loads(command: str, recipe: str, overrides: list[str]) -> None:
+    assert (load_fit if command == "fit" else load_recipe)(recipe, overrides).name
 
 
 @pytest.mark.parametrize("line", CHEAP)
