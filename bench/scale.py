@@ -33,9 +33,10 @@ from rich.table import Table
 from bench.common import Report, parser
 from bench.scale_costs import Costs
 from bench.scale_ledger import measure_ledger
-from bench.scale_model import Outcome, Simulation
+from bench.scale_model import Simulation
 from bench.scale_parts import measure_parts
 from bench.scale_picture import draw
+from bench.scale_state import Outcome
 from bench.scale_validate import validate
 from bench.scale_world import MODELS, Model, World, by_host, centralised, world_of
 

@@ -17,72 +17,17 @@ import math
 import random
 from collections import deque
 from collections.abc import Iterable
-from dataclasses import dataclass, field
 
 from bench.scale_costs import Costs
 from bench.scale_queues import Clock, Engine, Server
+from bench.scale_state import Episode, Group, Node, Outcome
 from bench.scale_world import NETWORK, ROUND_TRIP, TOKEN_BYTES, World
-from rillflow.dataflow.balance import Decision, Step, decide, wait_fraction
+from rillflow.dataflow.balance import Step, decide, wait_fraction
 
 TICK = 0.02  # seconds of heartbeats and polls that are handed to the ledger together
 LEASE_WAIT = 2.0  # of a node's question
 NEWS_PAUSE = 0.002  # of the ledger before it wakes who waits
 UNDER_WAY, TOGETHER = 2, 256  # completions of a node: calls at once, and in one call
-
-
-@dataclass(slots=True, eq=False)
-class Group:
-    oldest: int
-    left: int  # episodes that have not ended
-    tokens: list[int] = field(default_factory=list)
-    expired: bool = False
-
-
-@dataclass(slots=True, eq=False)
-class Episode:
-    node: Node
-    group: Group
-    version: int
-    turn_tokens: float
-    turns: int
-    tokens: int  # of the sample
-
-
-@dataclass(slots=True, eq=False)
-class Node:
-    name: int
-    engine: Engine
-    gateway: Server
-    version: int = 0
-    playing: int = 0
-    asking: bool = False
-    pulling: bool = False
-    sending: int = 0
-    unsent: list[Episode] = field(default_factory=list)
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """The results of the counted steps; `busy` are shares of the available time."""
-
-    seconds: float
-    steps: int
-    samples: int
-    expired: int
-    staleness: float
-    wait: float
-    decision: Decision
-    latency: dict[str, float]  # means, in seconds
-    busy: dict[str, float]
-
-    @property
-    def rate(self) -> float:
-        return self.samples / self.seconds
-
-    @property
-    def bottleneck(self) -> str:
-        """What is closest to having no time left. GPUs, where nothing else holds them up."""
-        return max(self.busy, key=lambda name: self.busy[name])
 
 
 class Simulation:
