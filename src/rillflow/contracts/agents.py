@@ -189,7 +189,7 @@ class Episode(Protocol):
 
     @property
     def evaluating(self) -> bool:
-        """Whether the episode belongs to an evaluation: nothing is trained on it, and nothing may be remembered."""
+        """True in an evaluation: nothing is trained on the episode, and nothing may be remembered."""
 
     def seconds_left(self) -> float:
         """Return the seconds until `rollout.episode_timeout`."""

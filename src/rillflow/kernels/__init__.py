@@ -8,8 +8,8 @@
 
 Rules: a kernel uses the public interfaces of numba, Triton and torch only. Its docstring says what it gains end to end;
 one that gains less than a tenth is removed. `RILLFLOW_KERNELS` in the environment of a process is `on` (the default),
-`off`, or the names of the kernels to use: `RILLFLOW_KERNELS=delta,layers`. Where a kernel is off, torch or numpy
-computes the same.
+`off`, or the names of the kernels to use: `RILLFLOW_KERNELS=delta,layers`. Torch or numpy computes the same if a
+kernel is off.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 numba keeps the machine code of a function as long as the file of that function does not change. The code of other
 functions that it calls is part of it, so the folder's name has a hash of all sources of this package: code of other
 sources is never used. The folder is inside `__pycache__`, in the user's cache where that cannot be written, or in
-`NUMBA_CACHE_DIR` if that is set. Where nothing can be written, each process compiles for itself.
+`NUMBA_CACHE_DIR` if that is set. If nothing can be written, each process compiles for itself.
 """
 
 from __future__ import annotations

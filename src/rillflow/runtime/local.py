@@ -46,7 +46,7 @@ _RETIRE_PATIENCE = 30.0
 _NODE_GRACE = 3.0
 _HEAVY = ("engine", "rollout", "stage", "trainer")  # the roles that import torch
 _DASHBOARD = "dashboard"
-_SEEN_BY_ALL = (DONE, OUT_OF_PROMPTS)  # reasons that every ledger finds by itself
+_SEEN_BY_ALL = (DONE, OUT_OF_PROMPTS)  # reasons that every ledger detects alone
 
 
 def ended_well(status: Status) -> bool:

@@ -165,7 +165,7 @@ class Puller:
     async def pull(self, serves: int | None = None) -> Pulled:
         """Pull the head; as deltas, if they lead to it from `serves`, the version of an engine that decodes deltas.
 
-        CorruptData or WeightsError if there is no route to it now; WireError if no source answers.
+        CorruptData or WeightsError if no route leads to it now; WireError if no source answers.
         """
         cause: RillflowError | None = None
         for _ in range(_PLANS):

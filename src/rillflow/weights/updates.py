@@ -31,8 +31,8 @@ class Invitation:
     """The answer to a process that joins a run without its folder: the recipe, and where weights are served now.
 
     It holds no secrets: passwords are removed from URLs, and keys, variables and headers with secret names are masked
-    (`config.secrets`). A process that joins takes the variables from its own environment. Of the run's tokens it gets
-    digests only.
+    (`config.secrets`). A process that joins takes the variables from its own environment. It gets digests of
+    the run's tokens only.
     """
 
     def __init__(self, recipe: Recipe, folder: Path, keyring: Keyring) -> None:

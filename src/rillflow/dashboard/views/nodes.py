@@ -27,7 +27,7 @@ from rillflow.weights.sealed import MANIFEST
 
 # ---------------------------------------------------------------- nodes
 
-# Of every measure, the mean of the fleet is shown beside the worst node.
+# The view shows the mean of every measure over the fleet, beside the worst node.
 
 
 _MOST = 500  # rows that the table shows: the worst first

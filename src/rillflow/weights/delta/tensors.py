@@ -55,7 +55,7 @@ def decode(base: torch.Tensor, data: Buffer, known: int | None = None) -> Change
     """Return the verified change of the delta; `base` stays as it is. `known` is its fingerprint, if the caller
     has it. CorruptData for a damaged delta, WeightsError for one of another base.
 
-    Where more than an eighth of the weights change, the change is of all of them.
+    If more than an eighth of the weights change, the change has all of them.
     """
     layout = format.layout_of(base)
     if base.is_cuda:

@@ -43,7 +43,7 @@ class Piece:
         self.room, self.begin, self.number, self.dtype = room, begin, number, dtype
 
     def after(self, number: int) -> Piece:
-        """What follows so many, which must be a multiple of 16 bytes."""
+        """Return the rest of the array behind its first `number` items, which must be a multiple of 16 bytes."""
         begin = number * self.dtype.itemsize
         assert begin % 16 == 0, "kernels are compiled for pieces that begin at multiples of 16 bytes"
         return Piece(self.room, self.begin + begin, self.number - number, self.dtype)
@@ -159,7 +159,7 @@ class Shape(NamedTuple):
 
 
 def spans(weights: Array, log2: Array | int) -> Spans:
-    """The segments, of 2**log2 weights, of tensors of so many."""
+    """Return the segments, of 2**log2 weights each, of tensors with these numbers of weights."""
     size = np.broadcast_to(np.left_shift(1, log2), weights.shape).astype(np.int64)
     tensor, start, count = np.empty((3, int((-(-weights // size)).sum())), np.int64)
     _spans(weights, size, tensor, start, count)
@@ -208,8 +208,8 @@ def words_of(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class Located(NamedTuple):
-    """Where the words of tensors of one dtype are, how many weights each has, and the flat copies of those that
-    `words_of` copies, by their numbers."""
+    """The addresses of tensors of one dtype, their numbers of weights, and the flat copies that `words_of` made, by the
+    tensors' numbers."""
 
     address: Array
     weights: Array
@@ -217,7 +217,7 @@ class Located(NamedTuple):
 
 
 def located(tensors: Sequence[torch.Tensor], size: int) -> Located:
-    """Of tensors whose weights have so many bytes."""
+    """Locate tensors whose weights have `size` bytes each."""
     number = len(tensors)
     address = np.fromiter([tensor.data_ptr() for tensor in tensors], np.int64, number)
     weights = np.fromiter([tensor.numel() for tensor in tensors], np.int64, number)
@@ -301,8 +301,8 @@ Work = Generator[Waiting, Any, None]
 
 
 def in_turns(works: Iterable[Callable[[], Work]]) -> None:
-    """Run all of them, in order, AT_ONCE of them under way. Whatever is raised, other threads and the device are done
-    with the memory that they have: nobody else would know when they are."""
+    """Run all works in order, AT_ONCE of them under way. If one raises, wait until other threads and the device no
+    longer use its memory, then raise."""
     left, under_way = iter(works), deque[tuple[Work, Waiting]]()
     try:
         while True:

@@ -28,7 +28,7 @@ from rillflow.kernels.delta.gpu.words import (
 # no change, or the length of the change.
 BINS = tl.constexpr(32)
 SYMBOLS = tl.constexpr(32)
-# What a class must save: an estimate of its part of the table, and a share of all.
+# A class must save more than this: an estimate of its part of the table, and a share of all bits.
 CLASS_BITS = tl.constexpr(300.0)
 CLASS_SHARE = tl.constexpr(0.004)
 FAR = tl.constexpr(1e30)

@@ -52,7 +52,7 @@ from rillflow.kernels.delta.gpu.tables import HEAD, seal
 CLASSES = 8
 # `_LISTED` must not be less than the threads of a program: a second thread with the same item would read it too late.
 _LISTED, _SORTED, _CHUNK, _MANY, _CLEARED = 128, 128, 1024, 1024, 8192
-# Of the kernel that reads all weights: so few registers that eight programs share a multiprocessor, without spills.
+# The kernel that reads all weights has few registers, so that eight programs share a multiprocessor without spills.
 _COMPARE = {"maxnreg": 64, "num_warps": 4}
 # Of kernels that have many numbers for each event or change: four of these a thread, so that registers are not short.
 _WARPS = 8
@@ -188,15 +188,15 @@ class Batch:
 
 # ---------------------------------------------------------------- a call
 
-# Of each segment, 64 runs of up to so many words are looked at before its classes are chosen.
+# Words of a run: 64 runs of each segment are looked at before its classes are chosen.
 _RUN, _SHARES, _RUNS, _ROUNDS = 256, 64, 4, 2
 _BINS, _SYMBOLS = compare.BINS.value, compare.SYMBOLS.value
-# A batch has about so many records, and at most 32 times so many weights: 32-bit sums hold both together.
+# Records of a batch, about. It has at most 32 times as many weights: 32-bit sums hold both together.
 _BUDGET = 1 << 25
 # The room for records is a multiple of this: calls that are alike ask for the same memory, and small ones have enough.
 _ROOM = 1 << 20
 _SEGMENT_HEAD = 5
-# What share of the weights of a dtype on a device has changed in the last call.
+# The share of changed weights in the last call, by dtype and device.
 _seen: dict[tuple[Layout, torch.device], float] = {}
 
 
@@ -363,7 +363,7 @@ def _finish(job: _Job, some: Spans, totals: Array, choices: Array, table: Array,
 
 
 def _again(job: _Job, choices: Piece, part: slice, room: int) -> Work:
-    """A batch whose records, so many, had not enough room: as it is, or in halves if it has become too large."""
+    """Encode a batch again whose records did not fit: with room for all, or in halves if that is too much."""
     middle = (part.start + part.stop) // 2
     if room <= 2 * _BUDGET or middle == part.start:
         yield from _encode(job, choices, part, room)

@@ -1,9 +1,9 @@
-"""Small kernels between the large ones: which group, chunk and subset is where. Each is a launch instead of a dozen.
+"""Small kernels between the large ones: the places of groups, chunks and subsets. Each replaces a dozen launches.
 
-Of each segment there is a row of eight 64-bit numbers, its totals, all 0 at first: what the old weights and what the
-changes add to the fingerprint; bits of its field stream; bits of its unary stream, at most and then in fact; events
-beside those of positions; bytes of its table; where its bytes begin, also of a row more than there are segments; how
-many weights changed. The bytes of a tensor's first segment begin with room for the header and the checksum of its
+Each segment has a row of eight 64-bit numbers, its totals, all 0 at first: the contributions of the old weights and of
+the changes to the fingerprint; bits of its field stream; bits of its unary stream, at most and then in fact; events
+beside those of positions; bytes of its table; the first of its bytes (one row more than segments has the end); its
+number of changed weights. The bytes of a tensor's first segment begin with room for the header and the checksum of its
 delta. Where segments follow one another in an array, a program adds up the totals of all before its own:
 there are hundreds, so that costs less than another launch.
 """

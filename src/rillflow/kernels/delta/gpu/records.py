@@ -76,7 +76,7 @@ def compare(
     to = counts + 1 + first * CLASSES + c * tl.load(table + s * 8 + 5) + (b - first)
     if b == 0:
         tl.store(counts, 0)
-    # What is loaded behind the end is 0, of class 0 and behind all others: only its number is to be taken off.
+    # Words behind the end are loaded as 0, of class 0 and behind all others: only their number must be subtracted.
     beyond = tl.maximum((begin + WORDS) * LANES - weights, 0).to(tl.int32)
     shift = (c * 8).to(tl.int64)
     tl.store(to, field_of(tl.sum(even), tl.sum(odd), shift) - tl.where(c == 0, beyond, 0))
@@ -128,8 +128,8 @@ def _dense(
 
 @triton.jit
 def _listed(flags, cell, even_before, odd_before, cursor, room, records, before):
-    """Make a list of the flagged weights of a block where their records are to be: of each a bit that says which of its
-    cell it is, the cell, and where in `before` is what comes before that. Where the list begins, and its length."""
+    """List the flagged weights of a block at the place of their records: for each its bit in the cell, the cell, and
+    the place in `before` of the counts before that cell. Return the beginning and the length of the list."""
     many, want = popcount(flags), (flags != 0).to(tl.int32)
     both = many | (want << 16)
     sums = tl.cumsum(both, 0) - both
@@ -209,7 +209,7 @@ def _rank(e_0, e_1, e_2, e_3, bit, of_class, limits, WIDTH: tl.constexpr):
     given. A pack has the exponents of four weights: those of 16 bits in the order 0, 2, 1, 3."""
     start = _start(limits, of_class)
     start = tl.where(of_class == 0, 0, start)
-    # Of the class after the last the limit is 0, as it is of class 0: it begins at 256, beyond all.
+    # The limit of the class after the last is 0, as that of class 0: it begins at 256, beyond all.
     beyond = _start(limits, (of_class + 8) & 63)
     pack, here = bit >> 2, bit & 3
     THIRD: tl.constexpr = 0x00010001 if WIDTH == 16 else 0x00000101

@@ -88,7 +88,7 @@ def plan(
 
 @triton.jit
 def _table_bytes(total, members, written, subset):
-    """Of a group's subsets, which are in the table up to the first that is empty: see `tables.write`."""
+    """Return the bytes of a group's subsets, which are in the table up to the first empty one: see `tables.write`."""
     varint = 1 + (members > 0x7F).to(tl.int32) + (members > 0x3FFF).to(tl.int32) + (members > 0x1FFFFF).to(tl.int32)
     # An empty subset is the last one: the next one has no items. The first one is always there.
     there = subset & ((total > 0) | (tl.arange(0, total.shape[0]) == 0))
@@ -97,7 +97,7 @@ def _table_bytes(total, members, written, subset):
 
 @triton.jit
 def _best_rice(coded, total):
-    """That of the least expected bits, rice + 1 / (1 - (1 - density) ** 2**rice), for random items."""
+    """Return the parameter of the fewest expected bits, rice + 1 / (1 - (1 - density) ** 2**rice), for random items."""
     stay = 1.0 - coded.to(tl.float32) / tl.maximum(total, 1).to(tl.float32)
     best = tl.zeros_like(stay) + 1e30
     rice = tl.zeros_like(coded)
@@ -114,8 +114,8 @@ def emit(
     owner, chunks_from, changes_from, changes, counts, stride, kinds, coded, events_from, fields_from, events, fields,
     positions, CHUNK: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """The events of the signs and lengths of a chunk, and the low bits of its changes. Of all events, `positions` come
-    before the first one of `events`."""
+    """The events of the signs and lengths of a chunk, and the low bits of its changes. `positions` events come before
+    the first one of `events`."""
     g, begin, index, valid, change, size, length = _chunk(owner, chunks_from, changes_from, changes, CHUNK, WIDTH)
     p, first = tl.program_id(0), tl.load(chunks_from + g)
     columns = g * (2 * WIDTH)
@@ -161,7 +161,7 @@ def _event_at(positions, rest, split, i, valid):
 
 @triton.jit
 def _neighbours(positions, rest, split, number, subset, i, lane, CHUNK: tl.constexpr):
-    """Whether event i is the first, and whether it is the last, that this chunk has of its subset."""
+    """Return if event i is the first, and if it is the last, that this chunk has of its subset."""
     before = _event_at(positions, rest, split, i - 1, (lane > 0) & (i < number)) >> 32
     after = _event_at(positions, rest, split, i + 1, (lane < CHUNK - 1) & (i + 1 < number)) >> 32
     return before != subset, after != subset

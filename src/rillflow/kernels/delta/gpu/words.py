@@ -1,6 +1,6 @@
 """Weights as kernels see them: 8-byte words of 4 or 2 lanes, so that one load and one step of a scan serve several.
 
-A cell is four words in a row. Counters of eight classes share a 64-bit number, a byte each, within a cell; within a
+A cell is four consecutive words. Counters of eight classes share a 64-bit number, a byte each, within a cell; within a
 block, which has fewer than 2**16 weights, four of them do, 16 bits each: the even ones and the odd ones. Constants of
 kernels are upper case, as Triton's are: WIDTH, MANTISSA and EXPONENTS describe a dtype, LANES = 64 / WIDTH.
 
@@ -61,7 +61,7 @@ def mixed(words, places, valid):
 
 @triton.jit
 def words_at(address, at, weights, LANES: tl.constexpr):
-    """The words `at` of so many weights, which begin and end at multiples of 16 bytes: two words are loaded at once."""
+    """Load the words `at` of `weights` weights, which begin and end at multiples of 16 bytes: two words at once."""
     pointer = tl.multiple_of(address.to(tl.pointer_type(tl.int64)), 16)
     end = tl.multiple_of((weights + 2 * LANES - 1) // (2 * LANES) * 2, 2)
     return tl.load(pointer + at, mask=at < end, other=0)
@@ -289,5 +289,5 @@ def count_classes(e_0, e_1, e_2, e_3, limits, last, PACKS: tl.constexpr):
             else:
                 above_1 += in_byte(found, c % 4)
     above = above_0.to(tl.int64) | (above_1.to(tl.int64) << 32)
-    # What a class has is what reaches it less what reaches the next: never negative, so no byte borrows from another.
+    # A class has the weights that reach it less those that reach the next: never negative, so no byte borrows.
     return above - (above >> 8)
