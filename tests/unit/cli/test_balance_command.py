@@ -1,7 +1,8 @@
-"""`rillflow balance` on a live service, on a ledger that was left, and where there is neither."""
+"""`rillflow balance`: of a live run, of a ledger, and as people read it."""
 
 from __future__ import annotations
 
+import io
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -9,11 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 
-from rillflow.cli.reports import find_balance, print_balance
+from rillflow.cli.reports import balance_view, find_balance, print_balance
 from rillflow.config import load_recipe
 from rillflow.contracts import SystemClock
-from rillflow.dataflow.balance import Balance
+from rillflow.dataflow.balance import Balance, Counts, Look, Mark, NodeLook, Report, Step, make_report
 from rillflow.dataflow.balance_ledger import Balances
 from rillflow.dataflow.ledger.database import Base, Database
 from rillflow.dataflow.ledger.schema import FORMAT
@@ -109,3 +111,46 @@ def test_a_service_that_is_gone(folder: RunFolder) -> None:
 def test_a_run_that_was_never_started(folder: RunFolder) -> None:
     with pytest.raises(RunError, match="there is no ledger"):
         find_balance(folder)
+
+
+def report(*nodes: NodeLook, steps: list[Step] | None = None) -> Report:
+    mark = Mark(time=0.0, version=10, nodes={node.name: Counts() for node in nodes})
+    look = Look(time=100.0, version=12, settled=11, entered=60, steps=steps or [], rounds=[], nodes=nodes)
+    return make_report("agent", mark, look)
+
+
+def node(name: str, *, gone: bool = False, version: int = 12, **counts: int) -> NodeLook:
+    return NodeLook(name, 100.0, gone, 2, version, Counts(**counts))
+
+
+def text(balance: Balance) -> str:
+    console = Console(file=io.StringIO(), width=160)
+    console.print(balance_view(balance))
+    assert isinstance(console.file, io.StringIO)
+    return console.file.getvalue()
+
+
+def test_a_report_in_words() -> None:
+    full = report(
+        node("n0", produced=90, accepted=80, consumed=50, completed=9),
+        node("[red]n1", version=3, produced=30, accepted=3, failed=5),
+        node("n2", gone=True),
+        steps=[Step(11, 50.0, 6.0, 4.0)],
+    )
+    shown = text(Balance(latest=full, current=report()))
+    assert "Balance report: agent, versions 10 to 12" in shown
+    assert "1 without an evaluation: 10.00 s each, 4.00 s of it waiting; wait fraction 40%" in shown
+    assert "4 GPUs, 0.30 samples/s each; 120 samples produced, 60 entered (50%), 50 consumed, 0 stale (0%)" in shown
+    assert "produce/consume 1.20" in shown
+    assert "grow 4 to 7 GPUs (+3); weights are being transferred" in shown
+    assert "[red]n1" in shown, "names are text, not markup"
+    rows = {line.split()[1]: line.split()[3] for line in shown.splitlines() if line.startswith("│")}
+    assert rows == {"n0": "healthy", "[red]n1": "suspect", "n2": "gone"}
+    assert "Balance since then" in shown
+
+
+def test_what_is_unknown_is_said_so() -> None:
+    shown = text(Balance(latest=None, current=report()))
+    assert "the first window so far" in shown
+    assert "wait fraction –" in shown
+    assert "hold" in shown
