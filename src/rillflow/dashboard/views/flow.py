@@ -150,9 +150,7 @@ def _trainers(run: WatchedRun) -> list[dict[str, Any]]:
     rows = []
     for name, policy in (run.recipe.get("policies") or {}).items():
         trainer = policy.get("trainer") or {}
-        chosen = {
-            key: trainer[key] for key in ("algorithm", "advantage", "aggregation", "lr", "steps") if trainer.get(key)
-        }
+        chosen = {key: trainer[key] for key in _TRAINER if trainer.get(key)}
         rows.append({"policy": name, **chosen})
     return rows
 
