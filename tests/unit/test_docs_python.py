@@ -44,7 +44,7 @@ PAYLOAD = {"question": "What is 2 + 2?", "answer": "4"}
 
 
 def snippets(page: str) -> list[str]:
-    return re.findall(r"^```python\n(.*?)^```", (DOCS / f"{page}.md").read_text(), re.DOTALL | re.MULTILINE)
+    return re.findall(r"^```python[^\n]*\n(.*?)^```", (DOCS / f"{page}.md").read_text(), re.DOTALL | re.MULTILINE)
 
 
 def defined(page: str, number: int, **given: Any) -> dict[str, Any]:
