@@ -124,6 +124,8 @@ BENCHES: dict[str, Bench] = {
     "edf_simulation": Bench(0.5),
     "kernels": Bench(1),
     "trainer": Bench(1),
+    "trainer_gpu": Bench(8, needs=(gpu,)),
+    "memory": Bench(1),
     "tree": Bench(2),
     "weights": Bench(5),
     "weights_probe": Bench(0.5),

@@ -46,6 +46,14 @@ _QWEN = {"num_hidden_layers": 28, "num_attention_heads": 16, "num_key_value_head
 SHAPES: dict[str, dict[str, int]] = {
     "0.6b": {**_QWEN, "hidden_size": 1024, "intermediate_size": 3072, "vocab_size": 151_936},
     "1.7b": {**_QWEN, "hidden_size": 2048, "intermediate_size": 6144, "vocab_size": 151_936},
+    "4b": {
+        **_QWEN, "num_hidden_layers": 36, "num_attention_heads": 32, "hidden_size": 2560, "intermediate_size": 9728,
+        "vocab_size": 151_936,
+    },
+    "8b": {
+        **_QWEN, "num_hidden_layers": 36, "num_attention_heads": 32, "hidden_size": 4096, "intermediate_size": 12_288,
+        "vocab_size": 151_936, "tie_word_embeddings": False,
+    },
     "tiny": {
         "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16,
         "hidden_size": 64, "intermediate_size": 192, "vocab_size": 2048,
@@ -88,7 +96,8 @@ class Task:
 
     def model(self) -> PreTrainedModel:
         torch.manual_seed(0)
-        config = Qwen3Config(**self.shape, tie_word_embeddings=True, max_position_embeddings=self.size.longest)
+        shape = {"tie_word_embeddings": True, **self.shape}
+        config = Qwen3Config(**shape, max_position_embeddings=self.size.longest)
         config._attn_implementation = "sdpa"
         with self.device:
             model: PreTrainedModel = Qwen3ForCausalLM(config).eval()
@@ -117,7 +126,8 @@ class Task:
         }
         sample = BatchSample(
             id=str(number), row=Row(unit="u", segment=0, offset=number, length=1), tokens=length, trained=length - 1,
-            reward=0.0, group="g", group_mean=0.0, group_std=0.0, group_size=1, staleness=0, truncated=False,
+            reward=float(rng.normal()), group="g", group_mean=0.0, group_std=1.0, group_size=8, staleness=0,
+            truncated=False,
         )  # fmt: skip
         return sample, columns
 

@@ -93,6 +93,8 @@ class FitRecipe(Section):
             default = TrainerConfig.model_fields[name].get_default(call_default_factory=True)
             if getattr(self.trainer, name) != default:
                 raise ValueError(f"trainer.{name} is of reinforcement learning: supervised training has no use for it")
+        if self.trainer.schedule != "constant" and not self.bounded:
+            raise ValueError("trainer.schedule needs trainer.steps: the learning rate falls until the last of them")
         if self.trainer.lora is not None and self.task != "sft":
             raise ValueError("trainer.lora is for sft: the head of a reward model is not an adapter")
         for source in (self.data.train, self.data.heldout):

@@ -143,6 +143,8 @@ class AlgorithmConfig(Section):
         return self
 
 
+# Options that only the backend rillflow has.
+_OWN = ("ranks", "sharding", "attention", "trees", "compile", "lora", "optimizer", "router_loss", "replay_routing")
 _MOST_PROFILED = 20  # steps: a profile is held in memory until its last step
 
 
@@ -186,11 +188,28 @@ class LoraConfig(Section):
 class TrainerConfig(AlgorithmConfig):
     """One trainer, of one policy."""
 
+    backend: Literal["rillflow", "accelerate"] = Field(
+        "rillflow",
+        description="what computes: our packed rows and heads, or transformers and accelerate as they are, with padded "
+        "rows and full logits, on one rank",
+    )
     steps: Positive = Field(100, description="optimizer steps of the whole run")
     batch_groups: Positive = Field(8, description="groups in a batch; a batch is one optimizer step")
     micro_tokens: Positive = Field(8192, description="most tokens of one forward pass")
     lr: Annotated[float, Field(gt=0)] = 1e-6
-    warmup_steps: NonNegative = 0
+    warmup_steps: NonNegative = Field(0, description="updates over which the learning rate rises to lr")
+    schedule: Literal["constant", "linear", "cosine", "wsd"] = Field(
+        "constant",
+        description="how the learning rate falls from lr to lr times min_lr at the last update: not, linearly, as a "
+        "half cosine, or linearly over the last decay_steps updates (wsd)",
+    )
+    min_lr: Annotated[float, Field(ge=0, le=1)] = Field(0.0, description="the last learning rate, as a share of lr")
+    decay_steps: Positive | None = Field(None, description="updates over which the learning rate of wsd falls")
+    optimizer: Literal["adamw", "adamw_8bit", "muon"] = Field(
+        "adamw",
+        description="adamw_8bit keeps its moments in 8 bits (torchao); muon updates the matrices of the decoder "
+        "layers, with one moment, and adamw the rest",
+    )
     betas: tuple[Beta, Beta] = (0.9, 0.999)
     eps: Annotated[float, Field(gt=0)] = Field(
         1e-8, description="AdamW's; a larger one damps the steps of weights whose gradients are tiny"
@@ -218,19 +237,29 @@ class TrainerConfig(AlgorithmConfig):
     sharding: Literal["none", "fsdp"] = Field(
         "none", description="whether each rank holds the whole model, or a shard of it (FSDP2)"
     )
-    attention: Literal["auto", "padded", "sdpa", "varlen", "flex"] = Field(
+    attention: Literal["auto", "padded", "sdpa", "varlen", "cudnn", "flex"] = Field(
         "auto",
-        description="padded runs any model; sdpa, varlen (GPU) and flex (GPU) pack rows end to end, without padding",
+        description="padded runs any model; sdpa, varlen (GPU), cudnn (GPU: varlen, and cuDNN's kernel where one row "
+        "fills a micro-batch) and flex (GPU) pack rows end to end, without padding",
     )
     trees: bool = Field(False, description="compute the common prefixes of a micro-batch's rows once")
     recompute: bool = Field(
-        False, description="activation checkpointing, also of the head: less memory for a third more computing"
+        False,
+        description="activation checkpointing, also of the head: less memory for a third more computing; the results "
+        "of attention are kept",
     )
     compile: bool = Field(False, description="torch.compile the model's layers (GPU)")
     head_tokens: Positive = Field(
         1024, description="tokens whose logits exist at once: the head runs in pieces of this size"
     )
     lora: LoraConfig | None = Field(None, description="train adapters instead of the model")
+    router_loss: Annotated[float, Field(ge=0)] = Field(
+        0.0, description="factor of the loss that balances a mixture's experts, computed for each micro-batch"
+    )
+    replay_routing: bool = Field(
+        False,
+        description="send each token to the experts that the engine chose for it when it sampled; engines record them",
+    )
     publish_delay: Literal[0, 1] = Field(
         1, description="1: weights are written while the next step computes; 0: before it begins"
     )
@@ -252,6 +281,20 @@ class TrainerConfig(AlgorithmConfig):
             raise ValueError("updates cannot be more than batch_groups: each update needs a group")
         if self.lora is not None and self.sharding == "fsdp":
             raise ValueError("lora needs sharding: none")
+        if (self.router_loss or self.replay_routing) and self.compile:
+            raise ValueError("router_loss and replay_routing need compile: false")
+        if self.optimizer != "adamw" and self.sharding == "fsdp":
+            raise ValueError(f"optimizer: {self.optimizer} needs sharding: none, because it must see whole matrices")
+        if (self.schedule == "wsd") != (self.decay_steps is not None):
+            raise ValueError("decay_steps belongs to schedule: wsd, which needs it")
+        if self.schedule == "constant" and self.min_lr:
+            raise ValueError("min_lr belongs to a schedule: linear, cosine or wsd")
+        if self.backend != "rillflow":
+            own = [name for name in _OWN if getattr(self, name) != type(self).model_fields[name].default]
+            if own:
+                raise ValueError(
+                    f"backend: {self.backend} has no {', '.join(own)}: remove it, or set backend: rillflow"
+                )
         if self.profile is not None:
             first, _, last = self.profile.partition("-")
             if not 0 <= int(last or first) - int(first) < _MOST_PROFILED:

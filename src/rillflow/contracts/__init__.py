@@ -31,6 +31,7 @@ from rillflow.contracts.parts import (
     StorageUnit,
     SystemClock,
     TokenSource,
+    Trainer,
     WeightStore,
 )
 
@@ -67,5 +68,6 @@ __all__ = [
     "TokenSource",
     "Tool",
     "Toolbox",
+    "Trainer",
     "WeightStore",
 ]

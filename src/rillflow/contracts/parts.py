@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
 
-from rillflow.types import Chunk, EngineStats, GenerateRequest, Probe, Row, UnitInfo
+from rillflow.types import Chunk, EngineStats, GenerateRequest, KeptTokens, Probe, Row, UnitInfo
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -178,6 +178,47 @@ class WeightStore(Protocol):
 
     def rewind(self, version: int) -> list[int]:
         """Make `version` the head again and mark later versions orphaned; returns them."""
+
+
+class Trainer(Protocol):
+    """Trains one policy on one rank, a step for each batch. All ranks make the same calls in the same order.
+
+    A step abandons its batch if `check` or `parts` raise before its first update: weights and state are then as before.
+    `masters`, `moments` and `steps` are all that an exact continuation needs. Weights are valid until the next step.
+    """
+
+    steps: int
+    generates: bool  # whether its graph asks this trainer's own engine for samples
+    kept: list[KeptTokens]  # values of the last step for episodes that the run may keep, of this rank's rows
+
+    def step(self, parts: Iterable[Any], check: Callable[[], None], publish: Callable[[], None]) -> dict[str, float]:
+        """Train on one batch, whose parts may still be on their way, call `publish` once with the new weights in place,
+        and return metrics."""
+
+    def weights(self, dtype: torch.dtype) -> Tensors:
+        """Return whole tensors as engines load them, tied ones under each of their names, at least on rank 0.
+        Collective."""
+
+    def shards(self, dtype: torch.dtype) -> Any:
+        """Return this rank's part of a sharded model's weights (`parallel.sharding.Shards`). Collective."""
+
+    def adapter(self) -> Any:
+        """Return the adapter of a LoRA policy (`weights.codec.Adapter`), which every rank has; None for others."""
+
+    def prober(self, settings: Any) -> Callable[[], Probe | None]:
+        """Return the function that makes the probe of the current weights, for the policy's settings. Collective."""
+
+    def optimizers(self) -> Sequence[Any]:
+        """Return what holds state that only an update needs (`offload.HasState`)."""
+
+    def masters(self) -> Tensors:
+        """Return the exact weights of everything that trains, each tied one once."""
+
+    def moments(self) -> Tensors:
+        """Return the state of the optimizers."""
+
+    def restore(self, masters: Tensors, moments: Tensors, steps: int) -> None:
+        """Continue exactly from these; CheckpointError if they belong to another model or optimizer."""
 
 
 class Generator(Protocol):

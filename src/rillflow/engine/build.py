@@ -27,6 +27,11 @@ if TYPE_CHECKING:
 def build_engine(policy: PolicyConfig, *, exact: bool, logs: Path | None = None) -> Engine:
     """Return the engine of a policy. Its initial weights are version 0, the same that the trainer publishes first. A
     server writes its log into the folder `logs`."""
+    if policy.trainer.replay_routing and exact:
+        raise ConfigError(
+            "trainer.replay_routing does nothing under runtime.deterministic: engine and trainer compute the same bits",
+            "remove one of them",
+        )
     if policy.engine.kind != "embedded":
         return _server_engine(policy, exact=exact, logs=logs)
     model = load_policy_model(policy.model, policy.engine.dtype, pick_device(policy.engine.device))
@@ -40,6 +45,7 @@ def build_engine(policy: PolicyConfig, *, exact: bool, logs: Path | None = None)
             exact=exact,
             on_update=policy.engine.on_update,
             tokenizer=partial(load_tokenizer, policy.model),
+            record=policy.trainer.replay_routing,
         )
     except EngineError as error:  # another start would fail in the same way
         raise ConfigError(f"{policy.model}: {error.message}", error.hint) from error
@@ -58,6 +64,11 @@ def _server_engine(policy: PolicyConfig, *, exact: bool, logs: Path | None) -> E
         raise ConfigError(
             f"engine.on_update {settings.on_update} does not work with engine.kind {settings.kind}",
             "leave it at refill: running answers are computed again under new weights",
+        )
+    if policy.trainer.replay_routing:
+        raise ConfigError(
+            f"trainer.replay_routing does not work with engine.kind {settings.kind}: it does not record experts yet",
+            "use engine.kind embedded, or remove trainer.replay_routing",
         )
     facts = model_facts(policy.model, settings.dtype)
     if settings.kind == "vllm":

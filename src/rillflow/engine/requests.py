@@ -152,4 +152,5 @@ class Stream:
             version=first.version,
             finish=same[-1].finish,
             seam=first.seam,
+            experts=same[-1].experts,
         )

@@ -20,6 +20,7 @@ import numpy as np
 
 from rillflow.clients.payloads import DamagedRows
 from rillflow.config import StageConfig, TrainerConfig, resolve_object
+from rillflow.engine.experts import UNKNOWN, unpack
 from rillflow.errors import ConfigError, CorruptData, GraphError, did_you_mean
 from rillflow.types import COLUMNS, BatchSample
 
@@ -121,7 +122,8 @@ def make_rows(
 
 def columns_of(config: TrainerConfig) -> tuple[str, ...]:
     """Return the payload columns that a trainer reads."""
-    return (*TRAINED_COLUMNS, "rewards") if config.by_steps else TRAINED_COLUMNS
+    more = [name for name, wanted in (("rewards", config.by_steps), ("experts", config.replay_routing)) if wanted]
+    return (*TRAINED_COLUMNS, *more)
 
 
 def sample_key(sample: BatchSample) -> int:
@@ -276,7 +278,15 @@ def joined(parts: Sequence[Databuffer]) -> Databuffer:
     """Return all rows, in the order of the parts, which must have the same columns."""
     if len(parts) == 1:
         return parts[0]
-    return from_columns({name: np.concatenate([part[name] for part in parts]) for name in parts[0].names})
+    return from_columns({name: concatenated(name, [part[name] for part in parts]) for name in parts[0].names})
+
+
+def concatenated(name: str, columns: Sequence[Column]) -> Column:
+    """Return a column of several parts. Of experts, a part in which none were recorded may be narrower."""
+    if name == EXPERTS:
+        width = max(column.dtype.itemsize for column in columns)
+        columns = [column if column.dtype.itemsize == width else _unknown(len(column), width) for column in columns]
+    return np.concatenate(columns)
 
 
 def _check_column(name: str, column: Column, rows: Rows) -> None:
@@ -286,6 +296,55 @@ def _check_column(name: str, column: Column, rows: Rows) -> None:
     if np.shape(column) != (size,):
         what = "rows" if name.endswith("_R") else "tokens"
         raise GraphError(f"column {name} has shape {np.shape(column)}", f"there are {size} {what}: one value for each")
+
+
+# ---------------------------------------------------------------- experts that engines chose
+
+
+EXPERTS = "experts_N"  # a record of bytes for each token: its experts, in 16 bits each
+_NARROWEST = 2  # bytes
+
+
+def with_experts(data: Databuffer, samples: Sequence[BatchSample], payload: Sequence[Arrays]) -> Databuffer:
+    """Add the experts that were recorded for each token, unknown ones where a sample has none."""
+    parts = [_experts_of_row(arrays, sample) for arrays, sample in zip(payload, samples, strict=True)]
+    width = max((part.shape[1] for part in parts if part is not None), default=1)
+    known = [
+        _unknown(sample.tokens, 2 * width) if part is None else _records(part)
+        for part, sample in zip(parts, samples, strict=True)
+    ]
+    if any(column.dtype.itemsize != 2 * width for column in known):
+        raise CorruptData("samples have choices of different numbers of experts", "one policy has one model")
+    return data.adding({EXPERTS: np.concatenate(known)})
+
+
+def _experts_of_row(arrays: Arrays, sample: BatchSample) -> npt.NDArray[np.uint16] | None:
+    if "experts" not in arrays or not len(arrays["experts"]):
+        return None
+    try:
+        found = unpack(arrays["experts"].tobytes())
+    except CorruptData as error:
+        raise DamagedRows([sample.row], error) from error
+    if len(found) != sample.tokens:
+        raise DamagedRows([sample.row], CorruptData(f"sample {sample.id}: experts of {len(found)} tokens", "damaged"))
+    return found
+
+
+def _records(choice_NW: npt.NDArray[np.uint16]) -> Column:
+    return np.ascontiguousarray(choice_NW.astype("<u2")).view(f"V{2 * choice_NW.shape[1]}")[:, 0]
+
+
+def _unknown(count: int, width: int) -> Column:
+    return np.frombuffer(b"\xff" * (count * width), f"V{width}")
+
+
+def experts_of(data: Databuffer, index_P: Ints) -> Ints | None:
+    """Return the experts of these tokens, -1 where unknown; None if none were recorded."""
+    if EXPERTS not in data.made or data[EXPERTS].dtype.itemsize == _NARROWEST:
+        return None
+    chosen_P = np.ascontiguousarray(data[EXPERTS][index_P])
+    chosen_PW: Ints = np.frombuffer(chosen_P.tobytes(), "<u2").reshape(len(index_P), -1).astype(np.int64)
+    return np.where(chosen_PW == UNKNOWN, -1, chosen_PW)
 
 
 # ---------------------------------------------------------------- columns that stages add
@@ -340,9 +399,10 @@ def with_staged(
     return Databuffer(rows, {name: _staged_column(name, rows, samples, payload) for name in columns})
 
 
-def nothing_staged(columns: Iterable[str]) -> Databuffer:
+def nothing_staged(columns: Iterable[str], *, experts: bool = False) -> Databuffer:
     """Return the databuffer of a rank that has no rows."""
-    return Databuffer(no_rows(), {name: np.empty(0, np.float32) for name in columns})
+    data = Databuffer(no_rows(), {name: np.empty(0, np.float32) for name in columns})
+    return data.adding({EXPERTS: _unknown(0, _NARROWEST)}) if experts else data
 
 
 def _staged_column(name: str, rows: Rows, samples: Sequence[BatchSample], payload: Sequence[Arrays]) -> Column:

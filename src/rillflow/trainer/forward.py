@@ -5,6 +5,7 @@ Log-probs are at the temperature that their tokens were sampled with, and equal 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING
@@ -17,6 +18,7 @@ from rillflow.config import TrainerConfig
 from rillflow.engine.embedded.exact import BLOCK, logprob, read_block
 from rillflow.errors import ConfigError
 from rillflow.trainer.attention import choose, hidden_states
+from rillflow.trainer.experts import routing_of, set_choices
 from rillflow.trainer.lm_head import PolicyHead
 from rillflow.trainer.lora import adapters_off
 from rillflow.trainer.packing import MicroBatch
@@ -36,23 +38,33 @@ class PolicyForward:
     ) -> None:
         self._model = model
         self._adapters = adapters
+        self._replays = config.replay_routing
+        self._balances = config.router_loss > 0
+        self.balance: torch.Tensor | None = None  # the balance loss of the last call, if it has a gradient
+        self._run: Callable[[MicroBatch], tuple[torch.Tensor, ...]]
         if exact:
             self._run = entered(model, partial(exact_scores, model))
             return
         self._backend = _backend(model, config)
+        if self._replays or self._balances:
+            self._routing = routing_of(model, packed=self._backend != "padded")
         self._head = entered(model, PolicyHead)(model, config)
         self._run = entered(model, self._scores)
 
     def __call__(self, micro: MicroBatch) -> tuple[torch.Tensor, torch.Tensor]:
         """Return log-probs of the targets, with gradient, and the entropies of their distributions, which have a
         gradient only if the recipe has an entropy bonus."""
+        set_choices(self._model, micro.layout.experts_PW if self._replays else None)
         with self._as_asked():
-            return self._run(micro)
+            score_T, entropy_T, *balance = self._run(micro)
+        self.balance = balance[0] if balance else None
+        return score_T, entropy_T
 
-    def _scores(self, micro: MicroBatch) -> tuple[torch.Tensor, torch.Tensor]:
+    def _scores(self, micro: MicroBatch) -> tuple[torch.Tensor, ...]:
         hidden_PD = hidden_states(self._model, micro.layout, self._backend)
         hidden_TD = hidden_PD.index_select(0, micro.select_T)
-        return self._head(hidden_TD, micro.target_T, micro.columns["temperature_T"])
+        scores = self._head(hidden_TD, micro.target_T, micro.columns["temperature_T"])
+        return (*scores, self._routing.balance()) if self._balances and torch.is_grad_enabled() else scores
 
     def _as_asked(self) -> AbstractContextManager[None]:
         return nullcontext() if self._adapters else adapters_off(self._model)

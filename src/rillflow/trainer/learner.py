@@ -4,7 +4,8 @@ The loss of an update is the sum of the objective's `loss` over its micro-batche
 over the rows of all ranks. Gradients accumulate as plain sums; the divisor is known after the last rows, and gradients
 are scaled by it before they are clipped.
 
-Invariants: the result of an update depends neither on parts and micro-batches nor on ranks, up to float rounding;
+Invariants: the result of an update depends neither on parts and micro-batches nor on ranks, up to float rounding (but
+for the balance loss of a mixture's routers, which is computed for each micro-batch);
 gradients that are not finite are never applied (the optimizer's promise); an error before the first update of a batch
 leaves weights and optimizer as they were. After its first update a batch is always finished: `check` is not called any
 more.
@@ -176,7 +177,7 @@ class Learner:
     ) -> None:
         assert self.optimizer is not None, f"the {self.role} has no optimizer"
         self.optimizer.zero()
-        summed = torch.zeros((), dtype=torch.float64, device=self._device)
+        summed = torch.zeros(2, dtype=torch.float64, device=self._device)
         count = 0.0
         fitted: dict[str, float] = {}
         prepared: Iterable[Databuffer] = (objective.prepare(part) for part in parts)
@@ -193,9 +194,10 @@ class Learner:
             self.optimizer.zero()
             raise
         started = time.perf_counter()
-        count, loss = self._peers.total([count, float(summed)])
+        count, loss, balance = self._peers.total([count, *summed.tolist()])
         applied = self.optimizer.update(1.0 / max(count, 1.0))
-        tally.updates.append({"loss": loss / max(count, 1.0), **applied, **fitted})
+        of_routers = {"router_loss": balance / max(count, 1.0)} if self._config.router_loss else {}
+        tally.updates.append({"loss": loss / max(count, 1.0), **applied, **fitted, **of_routers})
         self._busy += time.perf_counter() - started
 
     @torch.no_grad()
@@ -213,16 +215,20 @@ class Learner:
     def _accumulate(
         self, data: Databuffer, objective: Objective, tally: _Tally, check: Callable[[], None]
     ) -> torch.Tensor:
-        """Add the gradients of these rows, micro-batch by micro-batch; return their loss, not yet divided."""
+        """Add the gradients of these rows, micro-batch by micro-batch; return their loss and the balance loss of a
+        mixture's routers, not yet divided."""
         started = time.perf_counter()
-        summed = torch.zeros((), dtype=torch.float64, device=self._device)
+        summed = torch.zeros(2, dtype=torch.float64, device=self._device)
+        of_token = objective.count(data) / max(int(data.rows.mask_N.sum()), 1)
         for micro, real in self._micros(data, objective.columns(data), check):
             score_T, entropy_T = self._scores(micro)
             loss = objective.loss(micro, score_T, entropy_T) if real else 0.0 * score_T.sum()
-            loss.backward()  # type: ignore[no-untyped-call]
+            balance = self._balance(micro, of_token if real else 0.0)
+            self._backward(loss if balance is None else loss + self._config.router_loss * balance)
             self._done += self._work.backward(micro)
             if real:
-                summed += loss.detach()
+                summed[0] += loss.detach()
+                summed[1] += 0.0 if balance is None else balance.detach()
                 with torch.no_grad():
                     without = entropy_T.detach() if entropy_T is not None else None
                     tally.totals.add(objective.measure(micro, score_T.detach(), without))
@@ -271,6 +277,14 @@ class Learner:
         for _ in range(most - len(makers)):
             check()
             yield idle(columns, self._device), False
+
+    def _backward(self, loss: torch.Tensor) -> None:
+        loss.backward()  # type: ignore[no-untyped-call]
+
+    def _balance(self, micro: MicroBatch, of_token: float) -> torch.Tensor | None:
+        """Return the balance loss of the last forward pass, weighted by the micro-batch's share of the divisor."""
+        balance: torch.Tensor | None = getattr(self._forward, "balance", None)
+        return None if balance is None else balance * (of_token * len(micro.target_T))
 
     def _scores(self, micro: MicroBatch) -> tuple[torch.Tensor, torch.Tensor | None]:
         scores = self._forward(micro)

@@ -309,13 +309,26 @@ def own_logits(model: PreTrainedModel, hidden_TD: torch.Tensor) -> torch.Tensor:
     return logits_1TV[0]
 
 
+class _HiddenOnly:
+    """A decoder's output with hidden states, and None for everything else that this kind of decoder may return: caches,
+    states, router logits."""
+
+    def __init__(self, hidden_1TD: torch.Tensor) -> None:
+        self.last_hidden_state = hidden_1TD
+
+    def __getitem__(self, at: int) -> torch.Tensor:
+        return (self.last_hidden_state,)[at]
+
+    def __getattr__(self, name: str) -> None:
+        if name.startswith("_"):
+            raise AttributeError(name)
+
+
 @contextmanager
 def _standing_in(body: torch.nn.Module, hidden_1TD: torch.Tensor) -> Iterator[None]:
     """Let the decoder return these hidden states meanwhile, without computing."""
-    from transformers.modeling_outputs import BaseModelOutputWithPast
-
     before = body.__dict__.get("forward")
-    answer = BaseModelOutputWithPast(last_hidden_state=hidden_1TD)
+    answer = _HiddenOnly(hidden_1TD)
     body.forward = lambda *_, **__: answer
     try:
         yield

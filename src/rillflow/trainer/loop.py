@@ -30,21 +30,20 @@ a sharded model, the files that all ranks have written). An error there ends all
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import msgspec
 import torch
 
 from rillflow.clients.payloads import DamagedRows
 from rillflow.config import TrainerConfig, WeightsConfig
-from rillflow.contracts import Clock, Generator, SystemClock
+from rillflow.contracts import Clock, Generator, SystemClock, Trainer
 from rillflow.errors import LeaseLost, RillflowError, RunError
 from rillflow.storage import startup
 from rillflow.storage.spans import NoSpans, Spans
-from rillflow.trainer.batches import Part
 from rillflow.trainer.checkpoint import Checkpoints, State, random_state, restore_random
 from rillflow.trainer.parallel.peers import Alone, Peers, RunOver, Stopped
 from rillflow.trainer.process import StepProfiler
@@ -52,11 +51,9 @@ from rillflow.trainer.publisher import Publisher, Retention, ShardPublisher
 from rillflow.trainer.stream import Parts, StepRecord, Stream
 from rillflow.types import KeptTokens
 from rillflow.weights import FolderStore
-from rillflow.weights.codec import Adapter
 
 if TYPE_CHECKING:
     from rillflow.contracts import Tensors
-    from rillflow.trainer.parallel.sharding import Shards
     from rillflow.types import Probe
 
 log = logging.getLogger(__name__)
@@ -65,33 +62,6 @@ log = logging.getLogger(__name__)
 MOST_ABANDONED = 8
 # Built at import: msgspec crashes if several threads decode a type for the first time.
 _KEPT = msgspec.msgpack.Decoder(list[KeptTokens])
-
-
-class Trained(Protocol):
-    """The part of a worker (`graph.worker`) that the loop uses."""
-
-    steps: int
-    generates: bool  # whether its graph asks this trainer's own engine for samples
-    kept: list[KeptTokens]  # values of the last step for episodes that the run may keep, of this rank's rows
-
-    def step(
-        self, parts: Iterable[Part], check: Callable[[], None], publish: Callable[[], None]
-    ) -> dict[str, float]: ...
-
-    def weights(self, dtype: torch.dtype) -> Tensors:
-        """Return whole tensors, at least on rank 0. All ranks call it together."""
-
-    def shards(self, dtype: torch.dtype) -> Shards:
-        """Return this rank's part of a sharded model's weights. All ranks call it together."""
-
-    def adapter(self) -> Adapter | None:
-        """Return the adapter of a LoRA policy, which every rank has; None for any other policy."""
-
-    def masters(self) -> Tensors: ...
-
-    def moments(self) -> Tensors: ...
-
-    def restore(self, masters: Tensors, moments: Tensors, steps: int) -> None: ...
 
 
 def _no_probe() -> None:
@@ -118,7 +88,7 @@ class TrainerLoop:
     def __init__(
         self,
         stream: Stream,
-        worker: Trained,
+        worker: Trainer,
         store: FolderStore,
         checkpoints: Checkpoints,
         config: TrainerConfig,

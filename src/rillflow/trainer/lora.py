@@ -30,7 +30,7 @@ def wrap(model: PreTrainedModel, config: LoraConfig, seed: int = 0) -> None:
     peft = _peft()
     model.requires_grad_(False)
     wanted = peft.LoraConfig(
-        r=config.rank, lora_alpha=config.alpha, target_modules=config.targets, init_lora_weights=False
+        r=config.rank, lora_alpha=config.alpha, target_modules=_targets(model, config), init_lora_weights=False
     )
     try:
         with warnings.catch_warnings(action="ignore"):  # `_check` refuses what peft warns about
@@ -42,6 +42,14 @@ def wrap(model: PreTrainedModel, config: LoraConfig, seed: int = 0) -> None:
         ) from error
     _check(model)
     _begin(model, seed)
+
+
+def _targets(model: PreTrainedModel, config: LoraConfig) -> list[str]:
+    """Return the layers that get an adapter: those that the recipe names, or all linear layers but the head."""
+    if config.targets != "all-linear":
+        return list(config.targets)
+    head = model.get_output_embeddings()
+    return [name for name, module in model.named_modules() if type(module) is torch.nn.Linear and module is not head]
 
 
 @contextmanager

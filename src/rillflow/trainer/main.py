@@ -27,6 +27,7 @@ from rillflow.contracts import Generator
 from rillflow.errors import WireError
 from rillflow.storage import read_json, startup, write_json
 from rillflow.storage.spans import Spans
+from rillflow.trainer.backends import BACKENDS
 from rillflow.trainer.batches import columns_of, staged_columns
 from rillflow.trainer.checkpoint import Checkpoints
 from rillflow.trainer.graph.builtin import Mode
@@ -37,7 +38,6 @@ from rillflow.trainer.parallel.launch import Place
 from rillflow.trainer.parallel.peers import Peers
 from rillflow.trainer.process import StepProfiler, prepare_torch, stops_on_signal
 from rillflow.trainer.remote_stream import RemoteStream
-from rillflow.trainer.roles import build_worker
 from rillflow.trainer.stream import RankStream, Stream
 from rillflow.weights import FolderStore
 from rillflow.weights.delta.tensors import Ahead
@@ -219,7 +219,14 @@ def _stream(
     )
     if peers.size == 1:
         return remote
-    return RankStream(remote, peers, stop=stop, sharded=settings.sharding != "none", staged=staged)
+    return RankStream(
+        remote,
+        peers,
+        stop=stop,
+        sharded=settings.sharding != "none",
+        staged=staged,
+        experts=settings.replay_routing,
+    )
 
 
 def _never() -> bool:
@@ -246,7 +253,8 @@ def build_loop(
     settings = recipe.policies[policy]
     prepare_torch(recipe.seed, recipe.runtime.threads, deterministic=recipe.runtime.deterministic)
     device = device_of(settings.trainer.device, peers.rank)
-    worker = build_worker(recipe, policy, peers, device=device, mode=_mode(recipe, generator))
+    build = BACKENDS[settings.trainer.backend]
+    worker = build(recipe, policy, peers, device=device, mode=_mode(recipe, generator))
     if generator is not None and recipe.resources.memory == "release":
         generator = OffloadingGenerator(generator, worker.optimizers(), folder)
     return TrainerLoop(

@@ -1,4 +1,4 @@
-"""AdamW on fp32 masters, whatever the forward pass runs in.
+"""Updates of fp32 masters, whatever the forward pass runs in. `update_rules` has the rules.
 
 Invariants: gradients are summed over the micro-batches in fp32 and over the ranks; all ranks apply the same update, or
 none; gradients that are not finite are never applied. The masters are
@@ -21,6 +21,7 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from rillflow.errors import CheckpointError
 from rillflow.trainer import lora
 from rillflow.trainer.parallel.sharding import Shards, shards_of, whole
+from rillflow.trainer.update_rules import STEP, flat_state, learning_rate, make_rules, nested_state, set_rate
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -31,9 +32,6 @@ if TYPE_CHECKING:
     from rillflow.weights.codec import Adapter
 
 log = logging.getLogger(__name__)
-
-_AVERAGES = ("exp_avg", "exp_avg_sq")
-_MOMENTS = (*_AVERAGES, "step")
 
 
 class Optimizer:
@@ -48,14 +46,7 @@ class Optimizer:
         # Adapters stay fp32: they are small, and their changes even smaller.
         lower = torch.bfloat16 if config.dtype == "bf16" and config.lora is None else None
         self._masters = {name: _master(parameter, lower) for name, parameter in self._parameters.items()}
-        self._adamw = torch.optim.AdamW(
-            self._masters.values(),
-            lr=config.lr,
-            betas=config.betas,
-            eps=config.eps,
-            weight_decay=config.weight_decay,
-            fused=True,
-        )
+        self._rules = make_rules(config, model, self._masters)
 
     # ------------------------------------------------------------ gradients and updates
 
@@ -67,9 +58,9 @@ class Optimizer:
     @torch.no_grad()
     def update(self, scale: float) -> dict[str, float]:
         """Apply the gradients' sum over the ranks, times `scale`, at this step's learning rate."""
-        lr = self._config.lr * min(1.0, (self.steps + 1) / max(self._config.warmup_steps, 1))
-        for group in self._adamw.param_groups:
-            group["lr"] = lr
+        lr = learning_rate(self._config, self.steps)
+        for rule in self._rules:
+            set_rate(rule, lr)
         gradients = self._gradients()
         if gradients:
             torch._foreach_mul_(gradients, scale)
@@ -77,7 +68,8 @@ class Optimizer:
         applied = bool(norm.isfinite()) and bool(gradients)
         if applied:
             clip_grads_with_norm_(self._masters.values(), self._config.max_grad_norm, norm)
-            self._adamw.step()
+            for rule in self._rules:
+                rule.step()
             self._lower()
         else:
             log.warning("step %d is skipped: its gradients are missing or not finite", self.steps + 1)
@@ -128,15 +120,16 @@ class Optimizer:
 
     # ------------------------------------------------------------ weights and state
 
-    def weights(self, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    def weights(self, dtype: torch.dtype, *, here: bool = True) -> dict[str, torch.Tensor]:
         """Return the current weights as engines load them: whole, tied ones under each of their names, adapters merged.
 
-        They are valid until the next update. All ranks of a sharded model must call this.
+        They are valid until the next update. All ranks of a sharded model must call this; a rank that does not need
+        them (`here` False) gets empty tensors.
         """
         if self._config.lora is not None:
             return lora.merged_weights(self._model, self._config.lora, dtype)
         own, aliases = self._state()
-        cast = {name: whole(tensor.to(dtype)) for name, tensor in own.items()}
+        cast = {name: whole(tensor.to(dtype), here=here) for name, tensor in own.items()}
         return cast | {alias: cast[name] for alias, name in aliases.items()}
 
     def shards(self, dtype: torch.dtype) -> Shards:
@@ -154,15 +147,11 @@ class Optimizer:
         return self._state()[0]
 
     def moments(self) -> dict[str, torch.Tensor]:
-        """Return AdamW's state, by `moment/parameter`, sharded as the parameter is; empty before the first step."""
-        state = self._adamw.state
+        """Return the rules' state, by `moment/parameter`, sharded as the parameter is; empty before the first step."""
         return {
-            f"{moment}/{name}": state[master][moment]
-            if moment == "step"
-            else _like(state[master][moment], self._parameters[name])
+            f"{moment}/{name}": tensor if moment == STEP else _like(tensor, self._parameters[name])
             for name, master in self._masters.items()
-            for moment in _MOMENTS
-            if master in state
+            for moment, tensor in flat_state(self._moments_of(master))
         }
 
     @torch.no_grad()
@@ -177,23 +166,34 @@ class Optimizer:
         for name, tensor in given.items():
             own[name].copy_(tensor)
         self._lower()
-        self._adamw.load_state_dict(self._adamw_state(moments))
+        for rule in self._rules:
+            rule.load_state_dict(self._rule_state(rule, moments))
         self.steps = steps
 
     def idle(self) -> list[torch.Tensor]:
         """Return the tensors that only an update needs: the moments, and masters that are not the model's
         parameters."""
-        state = self._adamw.state
-        averages = [state[master][name] for master in self._masters.values() if master in state for name in _AVERAGES]
-        return averages + [master for parameter, master in self._pairs() if parameter.dtype != master.dtype]
+        moments = [
+            tensor
+            for master in self._masters.values()
+            for moment, tensor in flat_state(self._moments_of(master))
+            if moment != STEP
+        ]
+        return moments + [master for parameter, master in self._pairs() if parameter.dtype != master.dtype]
 
-    def _adamw_state(self, moments: Tensors) -> dict[str, Any]:
-        state = {
-            number: {moment: _local(moments[f"{moment}/{name}"]).clone() for moment in _MOMENTS}
-            for number, name in enumerate(self._masters)
-            if f"step/{name}" in moments
-        }
-        return {"state": state, "param_groups": self._adamw.state_dict()["param_groups"]}
+    def _moments_of(self, master: torch.Tensor) -> dict[str, torch.Tensor]:
+        return next((rule.state[master] for rule in self._rules if master in rule.state), {})
+
+    def _rule_state(self, rule: torch.optim.Optimizer, moments: Tensors) -> dict[str, Any]:
+        """Return the state that a rule loads: of each of its parameters, by number, the moments."""
+        names = {id(master): name for name, master in self._masters.items()}
+        flat: dict[str, dict[str, torch.Tensor]] = {}
+        for key, tensor in moments.items():
+            moment, _, name = key.partition("/")
+            flat.setdefault(name, {})[moment] = _local(tensor)
+        own = [(number, names[id(m)], m.dtype) for number, m in enumerate(rule.param_groups[0]["params"])]
+        state = {number: nested_state(flat[name], rule, dtype) for number, name, dtype in own if name in flat}
+        return {"state": state, "param_groups": rule.state_dict()["param_groups"]}
 
     def _state(self) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
         """Return the model's state with masters in place of copies, each tied tensor once, and for each other name of a

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from rillflow.trainer.batches import Databuffer, Rows
+from rillflow.trainer.batches import EXPERTS, Databuffer, Rows, experts_of
 
 if TYPE_CHECKING:
     import numpy.typing as npt
@@ -38,7 +38,8 @@ class Layout:
     """The packed tokens and their segments.
 
     `tokens_P` and `position_P` are on the device. Segment s is `[start_S[s], start_S[s] + length_S[s])` of P; its
-    parent is `parent_S[s]`, or -1.
+    parent is `parent_S[s]`, or -1. `experts_PW` are the experts that the engine chose for each token, or -1; None if
+    none were recorded.
     """
 
     tokens_P: torch.Tensor
@@ -46,6 +47,7 @@ class Layout:
     start_S: Ints
     length_S: Ints
     parent_S: Ints
+    experts_PW: torch.Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -199,7 +201,8 @@ def micro_batches(
         order = order if in_order else order[sorted_rows(rows.tokens_N, rows.start_R[order], read_R[order])]
         shared = shared_with_previous(rows.tokens_N, rows.start_R[order], read_R[order])
     packs = pack(read_R[order], shared, budget, in_order=in_order)
-    of = _Source(data, read_R, tuple(dict.fromkeys((*ALWAYS, *columns))), device, on)
+    carried = tuple(name for name in dict.fromkeys((*ALWAYS, *columns)) if name != EXPERTS)
+    of = _Source(data, read_R, carried, device, on)
     return [partial(_collate, of, order[at], np.where(np.diff(at, prepend=-2) == 1, shared[at], 0)) for at in packs]
 
 
@@ -207,7 +210,7 @@ def idle(columns: Sequence[str], device: torch.device) -> MicroBatch:
     """Return a micro-batch of one token without effect, for ranks that have no rows but must take part in a pass."""
     one = torch.zeros(1, dtype=torch.int64, device=device)
     first = np.zeros(1, dtype=np.int64)
-    values = {_of_trained(name): torch.zeros(1, device=device) for name in (*ALWAYS, *columns)}
+    values = {_of_trained(name): torch.zeros(1, device=device) for name in (*ALWAYS, *columns) if name != EXPERTS}
     return MicroBatch(
         layout=Layout(one, one, first, first + 1, first - 1),
         select_T=one,
@@ -323,12 +326,14 @@ def _layout(of: _Source, forest: Forest, index_B: Ints) -> Layout:
     position_P = runs(forest.fork_R, new_B)
     source_P = np.repeat(rows.start_R[index_B], new_B) + position_P
     start_S, length_S, parent_S = forest.segments()
+    experts_PW = experts_of(of.data, source_P)
     return Layout(
         tokens_P=_on(of.device, rows.tokens_N[source_P].astype(np.int64)),
         position_P=_on(of.device, position_P),
         start_S=start_S,
         length_S=length_S,
         parent_S=parent_S,
+        experts_PW=None if experts_PW is None else _on(of.device, experts_PW),
     )
 
 

@@ -15,7 +15,7 @@ from typing import Protocol
 
 from rillflow.clients.payloads import READ_DEADLINE, Arrays, DamagedRows
 from rillflow.errors import DeadlineExceeded, LeaseLost, RillflowError, Unavailable
-from rillflow.trainer.batches import TRAINED_COLUMNS, Part, make_rows, payload_name, with_staged
+from rillflow.trainer.batches import TRAINED_COLUMNS, Part, make_rows, payload_name, with_experts, with_staged
 from rillflow.trainer.stream import StepRecord
 from rillflow.types import (
     Ack,
@@ -169,7 +169,10 @@ class RemoteStream:
         try:
             columns = self._thread.run(self._reader.read_samples(wanted, self._columns), READ_DEADLINE + _GRACE)
             rows = make_rows(part.samples, columns, part.policy, part.version, frozenset(part.keep))
-            return with_staged(rows, part.samples, columns, self._staged) if self._staged else rows
+            if not self._staged and "experts" not in self._columns:
+                return rows
+            data = with_staged(rows, part.samples, columns, self._staged)
+            return with_experts(data, part.samples, columns) if "experts" in self._columns else data
         except DamagedRows as error:
             news = LoseRows(rows=list(error.rows), reason=error.message)
             self._thread.run(self._dataflow.lose_rows(news), CALL_DEADLINE)

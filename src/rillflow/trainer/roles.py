@@ -7,12 +7,11 @@ computes with. A model that does not train is frozen and in the trainer's dtype.
 from __future__ import annotations
 
 from collections.abc import Callable, Set
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.distributed.fsdp import FSDPModule
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from rillflow.config import CriticConfig, PolicyConfig, Recipe, TrainerConfig
 from rillflow.contracts import Clock
@@ -25,6 +24,7 @@ from rillflow.trainer.graph.builtin import Mode, chain_of
 from rillflow.trainer.graph.worker import Worker
 from rillflow.trainer.learner import Learner
 from rillflow.trainer.optimizer import Optimizer
+from rillflow.trainer.parallel.loading import load_shards
 from rillflow.trainer.parallel.peers import Peers
 from rillflow.trainer.parallel.sharding import decoder_layers, shard
 from rillflow.weights.models import load_policy_model, load_scalar_model, pick_device
@@ -83,19 +83,33 @@ def prepared(model: PreTrainedModel, config: TrainerConfig) -> PreTrainedModel:
     Layer by layer, so the code compiled for one serves all, and only one layer's activations exist at a time.
     """
     for layer in decoder_layers(model) if config.compile or config.recompute else ():
-        forward: Callable[..., Any] = layer.forward
-        if config.compile:
-            # Packs differ in length: with fixed shapes every new length would be compiled again.
-            forward = torch.compile(forward, dynamic=True)
-        layer.forward = partial(checkpoint, forward, use_reentrant=False) if config.recompute else forward
+        forward = _recomputed(layer.forward) if config.recompute else layer.forward
+        # Packs differ in length: with fixed shapes every new length would be compiled again.
+        layer.forward = torch.compile(forward, dynamic=True) if config.compile else forward
     return model
+
+
+def _recomputed(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a layer's forward whose activations are computed again in backward, all but the result of attention: it
+    is as small as a hidden state, and with long rows it takes most of the time."""
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        return checkpoint(forward, *args, use_reentrant=False, context_fn=_keeping_attention, **kwargs)
+
+    return run
+
+
+def _keeping_attention() -> Any:
+    kept = [torch.ops.rillflow.forest_attention.default]
+    return create_selective_checkpoint_contexts(kept)  # type: ignore[no-untyped-call]
 
 
 # ---------------------------------------------------------------- learners
 
 
 class Roles:
-    """Makes the learner of each role. A sharded model is loaded into host memory; only its shards reach the device."""
+    """Makes the learner of each role. A rank reads only its shards of a sharded policy; other sharded models are loaded
+    into host memory, and only their shards reach the device."""
 
     def __init__(self, settings: PolicyConfig, peers: Peers, device: torch.device, seed: int, in_order: bool) -> None:
         self._settings = settings
@@ -104,18 +118,31 @@ class Roles:
         self._device = device
         self._seed = seed
         self._in_order = in_order
-        self._policy = policy_model(settings, self._loaded_on, seed)
-        shard(self._policy, self._config, peers, device)
+        self._policy = self._sharded_policy() or policy_model(settings, self._loaded_on, seed)
+        if not isinstance(self._policy, FSDPModule):
+            shard(self._policy, self._config, peers, device)
 
     @property
     def _loaded_on(self) -> torch.device:
         return torch.device("cpu") if self._config.sharding == "fsdp" and self._peers.size > 1 else self._device
+
+    def _sharded_policy(self) -> PreTrainedModel | None:
+        """Load the policy by shards, if it is sharded, trains whole, and its files can be read by rows."""
+        config, peers = self._config, self._peers
+        if config.sharding == "none" or peers.size == 1 or config.lora is not None:
+            return None
+
+        def cut(model: PreTrainedModel) -> None:
+            shard(prepared(model, config), config, peers, self._device)
+
+        return load_shards(self._settings.model, cut, peers, self._device)
 
     @property
     def _exact(self) -> bool:
         """Return whether log-probs can have exactly the bits of the engine's."""
         config = self._config
         whole = not (config.trees or config.recompute or config.compile or config.lora or config.sharding != "none")
+        whole = whole and not (config.router_loss or config.replay_routing)
         return self._in_order and self._settings.engine.kind == "embedded" and whole
 
     def learners(self, roles: Set[str]) -> dict[str, Learner]:
@@ -132,7 +159,9 @@ class Roles:
         model = reference_model(self._settings, self._policy, self._loaded_on)
         if model is not self._policy:
             shard(model, self._config, self._peers, self._device)
-        forward = PolicyForward(model, self._config, adapters=False)
+        # Its routers choose their own experts.
+        config = self._config.model_copy(update={"router_loss": 0.0, "replay_routing": False})
+        forward = PolicyForward(model, config, adapters=False)
         return self._learner("reference", model, forward, None, self._config)
 
     def critic(self) -> Learner:
@@ -168,6 +197,7 @@ def build_worker(
     device: torch.device | None = None,
     mode: Mode | None = None,
     clock: Clock | None = None,
+    roles: type[Roles] = Roles,
 ) -> Worker:
     """Build everything that trains `policy` on this rank, by default on the device and in the mode of the recipe.
 
@@ -176,10 +206,10 @@ def build_worker(
     settings = recipe.policies[policy]
     config = settings.trainer
     chain = chain_of(config, mode or recipe.mode, staged=staged_columns(settings.stages))
-    roles = Roles(settings, peers, device or pick_device(config.device), recipe.seed, recipe.runtime.deterministic)
+    made = roles(settings, peers, device or pick_device(config.device), recipe.seed, recipe.runtime.deterministic)
     algorithm = ALGORITHMS[config.algorithm](config)
     try:
-        learners = roles.learners(chain.roles)
+        learners = made.learners(chain.roles)
     except _UNSUPPORTED as error:  # the next start would fail in the same way
         raise ConfigError(
             f"the trainer cannot build {settings.model}: {type(error).__name__}: {error}",

@@ -88,17 +88,25 @@ class RankStream:
 
     A step of a `sharded` model calls `check` equally often on all ranks, so they agree on errors there: a rank that
     left alone would leave the others inside the model. Without sharding the others notice at their next collective.
-    `staged` are the columns that stages added.
+    `staged` are the columns that stages added; `experts`: samples have the engine's choices of experts.
     """
 
     def __init__(
-        self, own: Stream, peers: Peers, *, stop: Callable[[], bool], sharded: bool, staged: Sequence[str] = ()
+        self,
+        own: Stream,
+        peers: Peers,
+        *,
+        stop: Callable[[], bool],
+        sharded: bool,
+        staged: Sequence[str] = (),
+        experts: bool = False,
     ) -> None:
         self._own = own
         self._peers = peers
         self._stop = stop
         self._sharded = sharded
         self._staged = staged
+        self._experts = experts
 
     def join(self, checkpoint: int, published: int) -> TrainerJoined:
         """Join the run. Only rank 0 calls this."""
@@ -138,7 +146,8 @@ class RankStream:
         return rows
 
     def _no_part(self) -> Part:
-        return nothing_staged(self._staged) if self._staged else no_rows()
+        nothing = self._staged or self._experts
+        return nothing_staged(self._staged, experts=self._experts) if nothing else no_rows()
 
     def check(self) -> None:
         error = self._error()

@@ -49,6 +49,8 @@ class Chunk(Wire, frozen=True):
     `logprobs` are of the distribution that was sampled from, `raw_logprobs` of the model's own: untempered, uncut and
     without a grammar; NaN where an engine does not know it and a temperature alone explains the draw. `seam` says why
     sampling was cut before the first of these tokens and went on from the ids produced so far; empty where it was not.
+    With the last chunk of an answer come the `experts` that a mixture chose for each token of the sequence but the
+    last, if they are recorded (`engine.experts`).
     """
 
     tokens: list[int]
@@ -57,6 +59,7 @@ class Chunk(Wire, frozen=True):
     version: int
     finish: FinishReason | None = None
     seam: str = ""
+    experts: bytes = b""
 
 
 class Probe(Wire, frozen=True):

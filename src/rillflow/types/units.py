@@ -17,6 +17,7 @@ COLUMNS: dict[str, str] = {
     "temperatures": "<f4",  # that `logprobs` can be recomputed with; 0 where they cannot (greedy, top-p, top-k)
     "versions": "<i4",  # policy version that sampled the token; -1 where mask is 0
     "rewards": "<f4",  # given to the answer that ends with the token, NaN elsewhere; absent where no answer has its own
+    "experts": "|u1",  # that a mixture chose for each token (`engine.experts`); absent where they are not recorded
     "transcript": "|u1",  # UTF-8 JSON of the episode's messages, on the first sample of a trajectory only
     "answer": "|u1",  # UTF-8 JSON of what the workflow returned, beside the transcript, for rewards of whole groups
 }

@@ -14,6 +14,8 @@ from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedModel
 from rillflow.config import KlConfig, LoraConfig, PolicyConfig, TrainerConfig
 from rillflow.errors import ConfigError
 from rillflow.trainer import lora
+from rillflow.trainer.attention.forest import KERNELS
+from rillflow.trainer.attention.kernels import Found, Fused, Heads, Spans
 from rillflow.trainer.forward import PolicyForward, ScalarForward
 from rillflow.trainer.optimizer import Optimizer
 from rillflow.trainer.parallel.peers import Alone
@@ -60,6 +62,23 @@ def test_recomputing_layers_changes_no_number_and_keeps_less(folder: str, monkey
     assert torch.equal(seen[0][0], seen[1][0])
     assert seen[1][1] < seen[0][1] / 2
     assert all(torch.equal(gradient, seen[1][2][name]) for name, gradient in seen[0][2].items())
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_attention_is_never_computed_again(folder: str, recompute: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Counting(Fused):
+        calls = 0
+
+        def forward(self, heads: Heads, spans: Spans, scale: float) -> Found:
+            Counting.calls += 1
+            return super().forward(heads, spans, scale)
+
+    monkeypatch.setitem(KERNELS, "fused", Counting())
+    settings = policy(folder, recompute=recompute, attention="sdpa")
+    model = policy_model(settings, CPU)
+    score_T, _ = PolicyForward(model, settings.trainer)(micro())
+    score_T.sum().backward()
+    assert Counting.calls == len(decoder_layers(model))
 
 
 def test_layers_are_found_in_order(folder: str) -> None:

@@ -26,6 +26,7 @@ from rillflow.engine.embedded.grammars import Grammars, Matcher
 from rillflow.engine.embedded.sampling import Array, draw
 from rillflow.engine.embedded.slots import MIN_SHARED, Counts, Match, Outbox, Slots, Ticket
 from rillflow.engine.embedded.weights import WeightSlots, Write
+from rillflow.engine.experts import Recorder, pack
 from rillflow.errors import EngineError, WeightsError
 from rillflow.types import Chunk, EngineStats, FinishReason
 
@@ -49,16 +50,19 @@ class Core:
         exact: bool,
         keep: bool,
         grammars: Grammars,
+        record: bool = False,
     ) -> None:
+        """With `record`, the last chunk of an answer has the experts that the model chose for each token."""
         self.version = version
         self.outbox = Outbox()
         model.train(False)
         self._exact = exact
         self._keep = keep
         self._grammars = grammars
-        self._slots = Slots(slots, context)
+        self._recorder = Recorder(model) if record else None
+        self._slots = Slots(slots, context, self._recorder.width if self._recorder is not None else 0)
         self._cache = make_cache(model, slots, context)
-        self._forward = make_forward(model, self._cache, lean=not exact)
+        self._forward = make_forward(model, self._cache, lean=not exact and not record)
         self._model = model
         self._readings: dict[Ticket, Reading] = {}  # of the sequences that run, in exact mode
         self._weights = WeightSlots(model)
@@ -236,10 +240,17 @@ class Core:
             version=self.version,
             finish=finish,
             seam=ticket.seam if part.start < part.stop else "",
+            experts=self._experts(slot) if finish in ("stop", "length") else b"",
         )
         if chunk.tokens:
             ticket.seam = ""
         self.outbox.chunks.append((ticket, chunk))
+
+    def _experts(self, slot: int) -> bytes:
+        """Return the recorded choices of all tokens of a sequence but the last, which no forward pass has read."""
+        if self._recorder is None:
+            return b""
+        return pack(self._slots.experts[slot, : self._slots.length[slot] - 1])
 
     def _finish(self, slot: int, reason: FinishReason) -> None:
         self._send(slot, reason)
@@ -316,6 +327,7 @@ class Core:
         if count > slots.cached[slot]:
             self._counts.reused += count - int(slots.cached[slot])
             self._cache.copy(leader, slot, count)
+            slots.experts[slot, :count] = slots.experts[leader, :count]
             slots.cached[slot] = count
 
     def _compact(self) -> None:
@@ -362,6 +374,10 @@ class Core:
         columns = np.minimum(starts[:, None] + np.arange(int(counts.max())), slots.context - 1)
         ids = np.maximum(slots.tokens[rows[:, None], columns], 0)  # padding may read an unused column
         logits = self._forward(self._cache.prefill_batch(rows, ids, starts, counts))
+        if self._recorder is not None:
+            row_N, step_N = np.nonzero(np.arange(ids.shape[1]) < counts[:, None])
+            chosen_NW = self._recorder.last()[row_N * ids.shape[1] + step_N]
+            slots.experts[rows[row_N], starts[row_N] + step_N] = chosen_NW
         slots.cached[rows] = starts + counts
         self._counts.prefilled += int(counts.sum())
         whole = slots.cached[rows] == slots.length[rows]
@@ -377,6 +393,8 @@ class Core:
             return
         count = self._cache.rows(int(rows[-1]) + 1)
         logits = self._forward(self._decode_batch(ready[:count]))
+        if self._recorder is not None:
+            slots.experts[rows, slots.cached[rows]] = self._recorder.last()[rows]
         slots.cached[rows] += 1
         self._draw(rows, logits if len(rows) == count else logits[torch.from_numpy(rows)])
 

@@ -59,11 +59,20 @@ class EmbeddedEngine:
         on_update: Literal["refill", "keep"] = "refill",
         tokenizer: Callable[[], Any] | None = None,
         clock: Clock | None = None,
+        record: bool = False,
     ) -> None:
-        """`tokenizer` returns the model's tokenizer; it is called when the first answer has a grammar."""
+        """`tokenizer` returns the model's tokenizer; it is called when the first answer has a grammar. With `record`,
+        answers come with the experts that the model chose for each token."""
         self._grammars = Grammars(tokenizer, model.config.vocab_size)
         self._core = Core(
-            model, version, slots, context, exact=exact, keep=on_update == "keep", grammars=self._grammars
+            model,
+            version,
+            slots,
+            context,
+            exact=exact,
+            keep=on_update == "keep",
+            grammars=self._grammars,
+            record=record,
         )
         self._context = context
         self._queue = queue

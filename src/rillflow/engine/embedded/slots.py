@@ -18,6 +18,7 @@ import numpy as np
 
 from rillflow.engine.embedded.grammars import Matcher
 from rillflow.engine.embedded.sampling import Array, Settings
+from rillflow.engine.experts import UNKNOWN
 from rillflow.types import Chunk, GenerateRequest, Sampling
 
 MIN_SHARED = 8  # tokens; below this a copy costs more than computing them with the rest of the prompt
@@ -65,12 +66,14 @@ class Match(NamedTuple):
 
 
 class Slots:
-    def __init__(self, count: int, context: int) -> None:
+    def __init__(self, count: int, context: int, width: int = 0) -> None:
+        """`width` is the number of experts that are recorded for a token."""
         self.count = count
         self.context = context
         self.tokens = np.full((count, context), -1, np.int32)
         self.logprobs = np.zeros((count, context), np.float32)
         self.raw_logprobs = np.zeros((count, context), np.float32)
+        self.experts = np.full((count, context, width), UNKNOWN, np.uint16)
         self.length = np.zeros(count, np.int64)  # tokens known: prompt and produced
         self.cached = np.zeros(count, np.int64)  # of which this many are in the KV cache
         self.sent = np.zeros(count, np.int64)  # of which this many the caller has, the prompt included

@@ -88,6 +88,7 @@ class Sampled(msgspec.Struct, array_like=True, frozen=True, tag=2):
     messages: list[Body]
     agent: str = ""
     constrained: bool = False
+    experts: bytes = b""
 
 
 Piece = Root | Given | Sampled
@@ -184,6 +185,7 @@ def piece_of(node: Node, tree: TokenTree) -> Piece:
         bodies,
         node.agent,
         node.constrained,
+        node.experts,
     )
 
 
@@ -235,6 +237,7 @@ def _fill(node: Node, piece: Sampled) -> None:
         node.add(Chunk(tokens=tokens[here], logprobs=logprobs[here], raw_logprobs=raw[here], version=version))
         at += count
     node.seams = tuple(Seam(*seam) for seam in piece.seams)
+    node.experts = piece.experts
 
 
 def _read_ids(data: bytes) -> list[int]:

@@ -25,6 +25,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from rillflow.engine.experts import UNKNOWN, pack, unpack
 from rillflow.gateway.sessions.rewards import Rewards, Settled
 from rillflow.gateway.trees.messages import Message
 from rillflow.gateway.trees.tree import RAW, Node, TokenTree, answer_id
@@ -192,7 +193,21 @@ def _columns(path: list[Node], fresh: set[Node], rewards: Mapping[str, float]) -
             columns["versions"][here] = node.versions
             if node.call in rewards:
                 columns["rewards"][here.start + int(np.flatnonzero(chosen)[-1])] = rewards[node.call]
+    if any(node.experts for node in path):
+        columns["experts"] = np.frombuffer(_experts(path, size), COLUMNS["experts"])
     return columns
+
+
+def _experts(path: list[Node], size: int) -> bytes:
+    """Return the experts of all tokens of a path. Those of a node end before its last token."""
+    parts = [unpack(node.experts) if node.experts else None for node in path]
+    chosen_NW = np.full((size, next(part.shape[1] for part in parts if part is not None)), UNKNOWN, np.uint16)
+    end = 0
+    for node, part in zip(path, parts, strict=True):
+        end += len(node.tokens)
+        if part is not None:
+            chosen_NW[end - 1 - len(part) : end - 1] = part
+    return pack(chosen_NW)
 
 
 def _chosen(node: Node) -> npt.NDArray[Any]:

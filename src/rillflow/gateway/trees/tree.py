@@ -17,6 +17,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from itertools import count
 from typing import Literal, NamedTuple
 
+from rillflow.engine.experts import tail
 from rillflow.gateway.trees.messages import Message
 from rillflow.types import Chunk, FinishReason
 
@@ -45,8 +46,9 @@ class Node:
     """One node of the tree. `finish` is None while the engine samples it. Only sampled nodes grow.
 
     `call` is the id of its answer with the number of the choice: `{id}_{choice}`. `agent` is the name of the agent that
-    made the call, if the call gave one. `constrained`: it was sampled under a grammar. `indexed` is its entry in the
-    index of histories.
+    made the call, if the call gave one. `constrained`: it was sampled under a grammar. `experts` (`engine.experts`) are
+    those that a mixture chose for the path's tokens, from the last token of the answer before it to the last but one of
+    this node. `indexed` is its entry in the index of histories.
     """
 
     __slots__ = (
@@ -56,6 +58,7 @@ class Node:
         "canonical",
         "children",
         "constrained",
+        "experts",
         "finish",
         "fork",
         "id",
@@ -86,6 +89,7 @@ class Node:
         self.seams: tuple[Seam, ...] = ()
         self.temperature = 0.0
         self.constrained = False
+        self.experts = b""
         self.finish: FinishReason | None = None
         self.abandoned = False
         self.call = ""
@@ -104,6 +108,14 @@ class Node:
         self.logprobs.fromlist(chunk.logprobs)
         self.raw_logprobs.fromlist(chunk.raw_logprobs)
         self.versions.extend([chunk.version] * len(chunk.tokens))
+        if chunk.experts:
+            self.experts = tail(chunk.experts, self._known_experts())
+
+    def _known_experts(self) -> int:
+        """Return how many tokens of the path have their experts in an earlier answer: all of it but its last token."""
+        path = self.path()
+        last = max((at for at, node in enumerate(path) if node is not self and node.experts), default=-1)
+        return max(sum(len(node.tokens) for node in path[: last + 1]) - 1, 0)
 
     def end(self, finish: FinishReason, said: Message) -> None:
         """End the answer. `said` is the message that the agent is shown for these tokens."""

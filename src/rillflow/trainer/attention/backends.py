@@ -8,6 +8,8 @@ difference. The backend `padded` serves any causal model: rows of similar length
 
 from __future__ import annotations
 
+import inspect
+import re
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +23,7 @@ from rillflow.errors import ConfigError
 from rillflow.trainer.attention.forest import flex, joined
 from rillflow.trainer.attention.kernels import Heads
 from rillflow.trainer.packing import Layout, runs
+from rillflow.trainer.parallel.sharding import decoder_layers
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -55,8 +58,8 @@ def hidden_states(model: PreTrainedModel, layout: Layout, backend: str) -> torch
 def _packed(layout: Layout, backend: str) -> Any:
     if backend == "flex":
         return flex(layout)
-    if backend == "varlen":
-        return joined(layout, "flash")
+    if backend in {"varlen", "cudnn"}:
+        return joined(layout, "flash" if backend == "varlen" else backend)
     return joined(layout, "fused" if layout.tokens_P.device.type == "cpu" else "plain")
 
 
@@ -83,9 +86,9 @@ def choose(
     if wanted == "auto":
         flash = device.type == "cuda" and not _no_flash(body, dtype or model.dtype)
         wanted = "padded" if reason else "varlen" if flash else "sdpa"
-    elif wanted in {"varlen", "flex"} and device.type != "cuda":
+    elif wanted in {"varlen", "cudnn", "flex"} and device.type != "cuda":
         reason = reason or f"{wanted} attention needs a GPU"
-    elif wanted == "varlen":
+    elif wanted in {"varlen", "cudnn"}:
         reason = reason or _no_flash(body, dtype or model.dtype)
     if trees and wanted == "padded":
         raise ConfigError(
@@ -98,19 +101,23 @@ def choose(
 
 def _unpackable(body: Any) -> str:
     """Return why this model cannot read packed rows; empty if it can."""
-    config, name = body.config, type(body).__name__
-    if not getattr(body, "_supports_attention_backend", False):
-        return f"{name} does not take its attention from outside"
-    other = sorted(set(getattr(config, "layer_types", None) or ()) - {"full_attention"})
-    if other:
-        return f"{name} has layers of {', '.join(other)}"
-    if getattr(body, "_is_stateful", False):
-        return f"{name} carries a state from token to token"
-    if getattr(config, "attn_logit_softcapping", None):
-        return f"{name} caps its attention scores"
-    if getattr(config, "layer_types", None) is None and getattr(config, "sliding_window", None):
-        return f"{name} has a sliding window"
-    return ""
+    config = body.config
+    kinds = getattr(config, "layer_types", None)
+    other = sorted(set(kinds or ()) - {"full_attention"})
+    reasons = {
+        "does not take its attention from outside": not getattr(body, "_supports_attention_backend", False),
+        "does not pass keyword arguments to its attention": any(map(_drops_keywords, decoder_layers(body))),
+        f"has layers of {', '.join(other)}": bool(other),
+        "carries a state from token to token": getattr(body, "_is_stateful", False),
+        "caps its attention scores": getattr(config, "attn_logit_softcapping", None),
+        "has a sliding window": kinds is None and getattr(config, "sliding_window", None),
+    }
+    return next((f"{type(body).__name__} {reason}" for reason, holds in reasons.items() if holds), "")
+
+
+def _drops_keywords(layer: torch.nn.Module) -> bool:
+    """Return whether a layer takes keyword arguments without passing them on: the layout would not reach attention."""
+    return len(re.findall(r"\*\*\w+", inspect.getsource(inspect.unwrap(type(layer).forward)))) < 2
 
 
 def _no_flash(body: Any, dtype: torch.dtype) -> str:
@@ -143,6 +150,11 @@ def attend(
 ) -> tuple[torch.Tensor, None]:
     """Attend; `query`, `key`, `value` are [1, heads, tokens, head size], the result is [1, tokens, heads, head
     size]."""
+    if packed is None and attention_mask is not None and attention_mask.numel() == 1 < query.shape[2]:
+        raise ConfigError(
+            f"the layers of {type(module).__name__} do not pass the layout of packed rows to it",
+            "set trainer.attention: padded",
+        )
     if packed is None:
         shown: tuple[torch.Tensor, None] = sdpa_attention_forward(
             module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **options

@@ -22,7 +22,7 @@ import numpy as np
 import torch
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
-from rillflow.trainer.attention.kernels import Flash, Found, Fused, Heads, Kernel, Plain, Spans, accumulating
+from rillflow.trainer.attention.kernels import Cudnn, Flash, Found, Fused, Heads, Kernel, Plain, Spans, accumulating
 from rillflow.trainer.packing import Layout
 
 if TYPE_CHECKING:
@@ -76,7 +76,7 @@ def _depths(parent_S: Ints) -> Ints:
 # ---------------------------------------------------------------- joined passes
 
 
-KERNELS: dict[str, Kernel] = {"fused": Fused(), "plain": Plain(), "flash": Flash()}
+KERNELS: dict[str, Kernel] = {"fused": Fused(), "plain": Plain(), "flash": Flash(), "cudnn": Cudnn()}
 _TABLES = 4  # for each pass: places of queries and of keys, edges of spans of queries and of keys
 _ROUND = 128
 
@@ -98,7 +98,7 @@ class Joined(NamedTuple):
 def joined(layout: Layout, kernel: str) -> Joined:
     """Kernels that loop over spans on the host want their edges there."""
     device = layout.tokens_P.device
-    edges_on = device if kernel == "flash" else torch.device("cpu")
+    edges_on = device if kernel in {"flash", "cudnn"} else torch.device("cpu")
     tables: list[torch.Tensor] = []
     most: list[int] = []
     for one in passes(layout):

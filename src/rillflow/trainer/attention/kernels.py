@@ -217,7 +217,7 @@ def _heads_last(split: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     return back.transpose(0, 1).flatten(1, 2)
 
 
-# ---------------------------------------------------------------- NVIDIA GPUs: flash attention
+# ---------------------------------------------------------------- NVIDIA GPUs: flash attention and cuDNN
 
 
 class Flash:
@@ -237,3 +237,35 @@ class Flash:
             grad, *heads, *found, *edges, 0.0, spans.causal, state, state, scale=scale
         )
         return Heads(*grads)
+
+
+class Cudnn(Flash):
+    """cuDNN's attention for a pass of one span, as a pack of one long row has; flash attention for all others."""
+
+    def forward(self, heads: Heads, spans: Spans, scale: float) -> Found:
+        if not _one(spans):
+            return super().forward(heads, spans, scale)
+        out_1HQD, lse_1HQ1, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention(
+            *map(_in_front, heads), None, True, 0.0, spans.causal, False, scale=scale
+        )
+        return Found(out_1HQD[0].transpose(0, 1), lse_1HQ1[0, :, :, 0].t().contiguous())
+
+    def backward(self, grad: torch.Tensor, heads: Heads, whole: Found, spans: Spans, scale: float) -> Heads:
+        if not _one(spans):
+            return super().backward(grad, heads, whole, spans, scale)
+        given = (*map(_in_front, (grad, *heads, whole.out)), whole.lse.t().contiguous()[None, :, :, None])
+        state = torch.zeros((), dtype=torch.int64, device=grad.device)
+        lengths = (len(heads.query), len(heads.key))
+        grads = torch.ops.aten._scaled_dot_product_cudnn_attention_backward(
+            *given, state, state, None, None, None, *lengths, 0.0, spans.causal, scale=scale
+        )
+        return Heads(*(part[0].transpose(0, 1) for part in grads))
+
+
+def _one(spans: Spans) -> bool:
+    return len(spans.query_edges) == 2
+
+
+def _in_front(packed: torch.Tensor) -> torch.Tensor:
+    """Return [tokens, heads, size] as [1, heads, tokens, size], without a copy."""
+    return packed.transpose(0, 1)[None]

@@ -294,9 +294,9 @@ class Worker:
     # ------------------------------------------------------------ weights and state
 
     def weights(self, dtype: torch.dtype) -> dict[str, torch.Tensor]:
-        """Return the weights as engines load them, tied ones under each of their names, until the next step.
-        Collective."""
-        return self._main.weights(dtype)
+        """Return the weights as engines load them, tied ones under each of their names, until the next step: on rank 0,
+        which publishes them, and on every rank that samples with its own engine. Collective."""
+        return self._main.weights(dtype, here=self._peers.rank == 0 or self.generates)
 
     def shards(self, dtype: torch.dtype) -> Shards:
         """Return this rank's part of the weights. Collective."""

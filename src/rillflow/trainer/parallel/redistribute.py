@@ -17,7 +17,7 @@ import msgspec
 import numpy as np
 
 from rillflow.errors import GraphError
-from rillflow.trainer.batches import Databuffer, from_columns
+from rillflow.trainer.batches import Databuffer, concatenated, from_columns
 from rillflow.trainer.parallel.peers import Peers
 
 if TYPE_CHECKING:
@@ -105,4 +105,4 @@ def _joined(pieces: list[Columns], before: Databuffer) -> Databuffer:
             "ranks hold different columns", "nodes must make the same columns on every rank, even empty ones"
         )
     # A single piece is copied too: received bytes are read-only.
-    return from_columns({name: np.concatenate([piece[name] for piece in pieces]) for name in pieces[0]})
+    return from_columns({name: concatenated(name, [piece[name] for piece in pieces]) for name in pieces[0]})

@@ -128,9 +128,13 @@ def _own(tensor: torch.Tensor, peers: Peers) -> tuple[int, torch.Tensor]:
     return 0, tensor if peers.rank == 0 else tensor.new_empty(0)
 
 
-def whole(tensor: torch.Tensor) -> torch.Tensor:
+def whole(tensor: torch.Tensor, *, here: bool = True) -> torch.Tensor:
     """Return the full tensor of a shard, which all ranks must ask for together; other tensors as they are.
 
-    It is in host memory: the device never holds more than one full tensor besides the shards.
+    It is in host memory: the device never holds more than one full tensor besides the shards. A rank that does not need
+    it (`here` False) takes part and gets an empty tensor.
     """
-    return tensor.full_tensor().cpu() if isinstance(tensor, DTensor) else tensor
+    if not isinstance(tensor, DTensor):
+        return tensor
+    full = tensor.full_tensor()
+    return full.cpu() if here else full.new_empty(0)

@@ -75,7 +75,7 @@ def test_half_precision_on_the_cpu() -> None:
 
 
 def test_every_backend_names_a_kernel() -> None:
-    assert set(KERNELS) == {"fused", "plain", "flash"}
+    assert set(KERNELS) == {"fused", "plain", "flash", "cudnn"}
 
 
 @pytest.mark.needs("cuda")
@@ -84,6 +84,12 @@ def test_flash_on_the_gpu(seed: int) -> None:
     layout = layout_of(seed, torch.device("cuda"), rows=20, longest=600)
     assert_like_written_out(layout, "flash", torch.bfloat16, 0.03)
     assert_like_written_out(layout, "plain", torch.float32, 1e-4)
+
+
+@pytest.mark.needs("cuda")
+@pytest.mark.parametrize("rows", [1, 20])
+def test_cudnn_on_the_gpu(rows: int) -> None:
+    assert_like_written_out(layout_of(0, torch.device("cuda"), rows=rows, longest=600), "cudnn", torch.bfloat16, 0.03)
 
 
 @pytest.mark.needs("cuda")

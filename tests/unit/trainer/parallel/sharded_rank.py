@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import shutil
+from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file, save_file
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 
 from rillflow.config import TrainerConfig
 from rillflow.trainer.parallel.distributed import connect
 from rillflow.trainer.parallel.launch import Place
+from rillflow.trainer.parallel.loading import load_shards
 from rillflow.trainer.parallel.peers import Peers
 from rillflow.trainer.parallel.sharding import entered, shard, whole
 
@@ -106,9 +110,50 @@ def what_a_restore_writes_is_what_computes(peers: Peers) -> None:
     assert not torch.equal(before, after)
 
 
-def main(rank: int, ranks: int, rendezvous: str) -> None:
+def each_rank_reads_its_own_rows(peers: Peers, folder: Path, *, tied: bool) -> None:
+    """Loaded by shards, a model is the whole one: its weights, its rotary tables, its log-probs and its gradients."""
+    path = folder / ("tied" if tied else "untied")
+    plain = model_of(tied=tied)
+    if peers.rank == 0:
+        plain.save_pretrained(path, max_shard_size="4KB")
+    peers.agree(None)
+    assert tied or len(list(path.glob("*.safetensors"))) > 1
+    config = TrainerConfig(sharding="fsdp", ranks=peers.size)
+    loaded = load_shards(str(path), lambda model: shard(model, config, peers, CPU), peers, CPU)
+    assert loaded is not None
+    assert all(isinstance(parameter, DTensor) for parameter in loaded.parameters())
+    assert (loaded.lm_head.weight is loaded.model.embed_tokens.weight) is tied
+    run = entered(loaded, lambda tokens: loss_of(loaded, tokens))
+    expected = loss_of(plain, tokens_of(0, 0))
+    found = run(tokens_of(0, 0))
+    torch.testing.assert_close(found, expected)
+    expected.backward()
+    found.backward()
+    grads = {name: parameter.grad for name, parameter in plain.named_parameters()}
+    for name, parameter in loaded.named_parameters():
+        assert torch.equal(whole(parameter.detach()), dict(plain.named_parameters())[name])
+        assert parameter.grad is not None
+        assert_near(whole(parameter.grad), peers.size * grads[name])
+    assert whole(next(loaded.parameters()).detach(), here=False).numel() == 0
+
+
+def other_files_are_loaded_whole(peers: Peers, folder: Path) -> None:
+    """A folder whose weights have other names than the model's."""
+    path = folder / "tied"
+    renamed = folder / f"renamed{peers.rank}"
+    shutil.copytree(path, renamed)
+    for file in renamed.glob("*.safetensors"):
+        tensors = {f"other.{name}": tensor for name, tensor in load_file(file).items()}
+        save_file(tensors, file)
+    assert load_shards(str(renamed), lambda model: None, peers, CPU) is None
+
+
+def main(rank: int, ranks: int, rendezvous: str, folder: str) -> None:
     torch.set_num_threads(1)
     with connect(Place(rank, ranks, rendezvous), CPU) as peers:
+        each_rank_reads_its_own_rows(peers, Path(folder), tied=True)
+        each_rank_reads_its_own_rows(peers, Path(folder), tied=False)
+        other_files_are_loaded_whole(peers, Path(folder))
         gradients_are_summed(peers, tied=True)
         gradients_are_summed(peers, tied=False)
         bf16_computes_low_and_keeps_high(peers)

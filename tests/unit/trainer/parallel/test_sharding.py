@@ -23,7 +23,7 @@ BF16 = "ignore:mkldnn_matmul failed:UserWarning"  # of a CPU that computes bf16 
 @pytest.mark.soak
 @pytest.mark.parametrize("ranks", repetitions([3], [2, 3, 4]))
 def test_shards_compute_what_the_whole_does(tmp_path: Path, ranks: int) -> None:
-    run_ranks(RANK, ranks, tmp_path, options=["-W", "error", "-W", BF16])
+    run_ranks(RANK, ranks, tmp_path, str(tmp_path), options=["-W", "error", "-W", BF16])
 
 
 class Pair(Alone):
