@@ -30,10 +30,10 @@ from rich.table import Table
 from bench.autoscaling_world import World
 from bench.common import Report, parser
 from rillflow.config.resources import ScalingConfig
-from rillflow.dataflow.balance import Balance
 from rillflow.resources.maintainer.loop import Maintainer
 from rillflow.resources.maintainer.state import Book
 from rillflow.types import NodeInfo
+from rillflow.types.balance import Balance
 
 SMALL, LARGE, TRAINER_GPUS = 6, 11, 4
 PAPER_HOURS, PAPER_TIME = 358.5 / 312.0, 23.9 / 24.4  # of the large pool over ours: above 1 we are better

@@ -18,8 +18,9 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from rillflow.dataflow.balance import Balance, Counts, Look, Mark, NodeLook, Report, Step, make_report, mark_of
+from rillflow.dataflow.balance import Counts, Look, Mark, NodeLook, Step, make_report, mark_of
 from rillflow.types import NodeInfo
+from rillflow.types.balance import Balance, Report
 
 SLOTS = 8  # groups that a node plays at once
 GROUP = 8  # samples of a group

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from bench.scale_queues import Engine, Server
-from rillflow.dataflow.balance import Decision
+from rillflow.types.balance import Decision
 
 
 @dataclass(slots=True, eq=False)

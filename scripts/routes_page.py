@@ -12,7 +12,7 @@ from rillflow.gateway.routes import AgentRoutes, ControlRoutes, EngineControlRou
 from rillflow.types.route import Route, routes_of
 from rillflow.types.routes import Dataflow, StorageUnits, Updates
 from rillflow.weights.transport.serve import WeightRoutes
-from rillflow.wire.common_routes import Common
+from rillflow.wire.routing import Common
 
 TABLES: dict[str, tuple[type, ...]] = {
     "Every service": (Common,),

@@ -12,7 +12,6 @@ import time
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 import msgspec
 from rich.console import Console, Group, RenderableType
@@ -22,10 +21,10 @@ from rich.text import Text
 from rillflow.cli.status import ask
 from rillflow.clients.ledgers import connect
 from rillflow.dataflow.audit import AuditReport
-from rillflow.dataflow.balance import Balance, Decision, Production, Report, Window
+from rillflow.dataflow.balance import joined
 from rillflow.dataflow.balance_ledger import read_balance
-from rillflow.dataflow.episode_history import life_of, read_history
-from rillflow.dataflow.ledger.snapshot import snapshot
+from rillflow.dataflow.episode_history import life_of, read_histories
+from rillflow.dataflow.ledger.database import snapshot
 from rillflow.errors import RunError, WireError
 from rillflow.observe.advisories import Advisory, FactReader, Facts, advise
 from rillflow.observe.timeline import COLOURS, draw, report, timeline, whole
@@ -33,6 +32,7 @@ from rillflow.observe.trace import trace
 from rillflow.runtime.folder import RunFolder
 from rillflow.storage import write_atomic
 from rillflow.storage.spans import read_spans
+from rillflow.types.balance import Balance, Decision, Production, Report, Window
 from rillflow.types.ledgers import ledger_of
 
 
@@ -186,7 +186,7 @@ def _share(value: float | None) -> str:
     return UNKNOWN if value is None else f"{value:.0%}"
 
 
-# ---------------------------------------------------------------- the balance of a live run, or of its ledger
+# ---------------------------------------------------------------- the balance of a live run, or of its ledgers
 
 
 _PATIENCE = 2.0  # seconds; a live service answers in milliseconds
@@ -208,16 +208,16 @@ def find_balance(folder: RunFolder) -> tuple[Balance, bool]:
     url = folder.address
     if url is not None:
         try:
-            return msgspec.convert(asyncio.run(_ask(url, folder.token)), Balance), True
-        except (WireError, msgspec.ValidationError):
+            return asyncio.run(_ask(url, folder.token)), True
+        except WireError:
             pass  # the service has ended, and perhaps another program listens where it did
-    return read_balance(folder.ledger, folder.recipe.policy), False
+    return read_balance(folder.ledgers, folder.recipe.policy), False
 
 
-async def _ask(url: str, token: str) -> dict[str, Any]:
+async def _ask(url: str, token: str) -> Balance:
     client = connect(url, token)
     try:
-        return await client.balance(_PATIENCE)
+        return joined((await client.balance(_PATIENCE)).ledgers)
     finally:
         await client.close()
 
@@ -227,13 +227,11 @@ async def _ask(url: str, token: str) -> dict[str, Any]:
 
 def write_trace(folder: RunFolder, path: Path, most: int) -> None:
     """Write the trace of a run, live or finished, and say where it is and what it leaves out."""
-    with snapshot(folder.ledger) as reads:
-        history = read_history(reads, most)
+    history = read_histories(folder.ledgers, most)
     made = trace(read_spans(folder.root), history, _now(folder))
     write_atomic(path, json.dumps(made).encode())
     shown, episodes = len(history.episodes), history.episodes_in_all
     what = f"{shown} episodes" if shown == episodes else f"the newest {shown} of {episodes} episodes"
-    what += " of the first ledger" if len(folder.ledgers) > 1 else ""
     console = Console(stderr=True)
     console.print(f"{path}: {what}; open it at https://ui.perfetto.dev", highlight=False, soft_wrap=True)
 

@@ -19,7 +19,7 @@ from rillflow.resources.workers import Worker, find, remeasured, with_rooflines
 from rillflow.runtime.folder import RunFolder
 from rillflow.types import NodeInfo
 from rillflow.wire import Client
-from rillflow.wire.common_routes import Common
+from rillflow.wire.routing import Common
 
 _PATIENCE = 2.0  # seconds; a live service answers in milliseconds
 

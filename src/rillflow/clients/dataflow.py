@@ -1,19 +1,66 @@
-"""The dataflow service, as nodes, trainers, supervisors and dashboards call it."""
+"""The dataflow service, as nodes, trainers, supervisors and dashboards call it.
+
+Completions that are sent at the same time share one call. Two calls may be under way, so that the peer has work while
+the answer to the other is on its way.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Generic
 from urllib.parse import urlsplit, urlunsplit
 
 import msgspec
 
-from rillflow.clients.coalesce import Coalesced
-from rillflow.errors import RillflowError, from_body
+from rillflow.batching import Answer, Batcher, Item
+from rillflow.contracts import Clock, SystemClock
+from rillflow.errors import DeadlineExceeded, RillflowError, from_body
 from rillflow.types import Ack, CompleteTask, CompleteTasks, Engines, LookEngines, RunRecipe, StopRun, Units
 from rillflow.types.ledgers import ledger_of
 from rillflow.types.routes import Dataflow, Updates
 from rillflow.wire import Client
 from rillflow.wire.client import DEFAULT_DEADLINE, Reads, Sends
+
+# ---------------------------------------------------------------- calls that travel together
+
+UNDER_WAY = 2
+
+
+class Coalesced(Generic[Item, Answer]):
+    """`call(items, deadline)` answers each item with its result or with an error of its own, in the same order.
+
+    Belongs to one event loop. The longest of the callers' deadlines is the call's, so that no item is given up before
+    its time; no caller waits longer than their own.
+    """
+
+    def __init__(
+        self,
+        call: Callable[[Sequence[Item], float], Awaitable[Sequence[Answer | RillflowError]]],
+        clock: Clock | None = None,
+    ) -> None:
+        self._call = call
+        self._clock = clock or SystemClock()
+        self._batcher = Batcher[tuple[Item, float], Answer](self._send, at_once=UNDER_WAY)
+
+    async def __call__(self, item: Item, deadline: float) -> Answer:
+        answer = self._batcher.submit((item, self._clock.monotonic() + deadline))
+        try:
+            async with asyncio.timeout(deadline):
+                return await answer
+        except TimeoutError as error:
+            raise DeadlineExceeded(f"no answer within {deadline:.0f} s", "look at the log of the peer") from error
+
+    async def close(self) -> None:
+        """Fail what has not been answered."""
+        await self._batcher.close(finish=False)
+
+    async def _send(self, items: list[tuple[Item, float]]) -> Sequence[Answer | RillflowError]:
+        left = max(end for _, end in items) - self._clock.monotonic()
+        return await self._call([item for item, _ in items], max(left, 0.001))
+
+
+# ---------------------------------------------------------------- the service
 
 _ANYWHERE = ("0.0.0.0", "::")  # who listens on all addresses of its host names none
 
@@ -51,8 +98,8 @@ class DataflowClient:
     status = Reads(Dataflow.status)
     balance = Reads(Dataflow.balance)
     engine_beat = Sends(Updates.engine_beat)
-    turn = Sends(Updates.turn)  # see `clients.turns`
-    fetching = Sends(Updates.fetching)  # see `clients.fetching`
+    turn = Sends(Updates.turn)  # see `clients.weight_updates`
+    fetching = Sends(Updates.fetching)  # see `clients.weight_updates`
 
     def __init__(self, client: Client) -> None:
         self.wire = client

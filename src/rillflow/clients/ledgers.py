@@ -52,6 +52,7 @@ from rillflow.types import (
     UnitInfo,
     Units,
 )
+from rillflow.types.balance import LedgerBalances
 from rillflow.types.ledgers import ledger_of, process_of
 from rillflow.types.route import Route
 from rillflow.types.routes import Dataflow
@@ -97,6 +98,7 @@ class Ledgers(Client):
             Dataflow.stop: self._stop,
             Dataflow.nodes: self._nodes,
             Dataflow.status: self._status,
+            Dataflow.balance: self._balance,
         }
 
     async def call(self, route: Route[Body, Reply], body: Body, deadline: float = DEFAULT_DEADLINE) -> Reply:
@@ -241,6 +243,10 @@ class Ledgers(Client):
 
     async def _status(self, _: None, deadline: float) -> Status:
         return sum_status(await self._every(Dataflow.status, None, deadline))
+
+    async def _balance(self, _: None, deadline: float) -> LedgerBalances:
+        told = await self._every(Dataflow.balance, None, deadline)
+        return LedgerBalances(ledgers=[balance for reply in told for balance in reply.ledgers])
 
 
 def _reply_or_error(peer: str, found: Reply | BaseException) -> Reply | RillflowError:

@@ -26,8 +26,8 @@ from rillflow.clients.ledgers import connect
 from rillflow.config.load import parse
 from rillflow.config.secrets import masked
 from rillflow.dashboard.readers import Curves, Lanes
-from rillflow.dataflow.balance import Balance
-from rillflow.dataflow.ledger.snapshot import Snapshot, snapshot
+from rillflow.dataflow.balance import joined
+from rillflow.dataflow.ledger.database import Snapshot, snapshot
 from rillflow.errors import ConfigError, RillflowError, RunError, WireError
 from rillflow.observe.advisories import FactReader
 from rillflow.runtime.folder import RunFolder
@@ -35,6 +35,7 @@ from rillflow.storage import read_json
 from rillflow.storage.spans import FOLDER as TIMELINE
 from rillflow.storage.trajectories import FILE as TRAJECTORIES
 from rillflow.types import NodeInfo, RetireNode, Status
+from rillflow.types.balance import Balance
 from rillflow.weights.manifest import HEAD
 
 Found = TypeVar("Found")
@@ -222,8 +223,8 @@ class LiveRun:
         try:
             status = await self._client.status(_PATIENCE)
             nodes = await self._client.nodes(_PATIENCE)
-            balance = msgspec.convert(await self._client.balance(_PATIENCE), Balance)
-        except (WireError, msgspec.MsgspecError) as error:
+            balance = joined((await self._client.balance(_PATIENCE)).ledgers)
+        except WireError as error:
             log.info("%s: %s", self._run.name, error)
             await self.close()
             return None

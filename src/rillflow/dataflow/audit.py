@@ -14,8 +14,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from rillflow.dataflow.ledger.segments import RECLAIMED
-from rillflow.dataflow.ledger.snapshot import snapshot
+from rillflow.dataflow.ledger.database import snapshot
+from rillflow.dataflow.ledger.payload import RECLAIMED
 from rillflow.dataflow.ledger.states import MACHINES, Machine
 from rillflow.dataflow.ledger.streams import ELSEWHERE
 from rillflow.types.ledgers import owner_of
@@ -72,9 +72,9 @@ def audit(path: Path) -> AuditReport:
 
 
 def audit_all(paths: Sequence[Path]) -> AuditReport:
-    """Check all ledgers of a run, of which most have one: each of them, and that they agree.
+    """Check each ledger of a run, and that they agree. Most runs have one.
 
-    Every step is in every ledger. The first one hears of it last, so the others may be one step ahead.
+    Every step is in every ledger. It is committed to the first one last, so the others may be one step ahead.
     """
     if len(paths) == 1:
         return audit(paths[0])
@@ -288,7 +288,7 @@ class _Auditor:
         self._report.counts["shares"] = self._count("SELECT count(*) FROM shares")
 
     def _stream(self, stream: str) -> None:
-        """What is trained or leased is a fresh member of exactly one batch that says so."""
+        """Check that each trained or leased share is a fresh member of exactly one batch in the same state."""
         for state, batch in (("trained", "committed"), ("leased", "leased")):
             members = f"{_MEMBERS} WHERE b.policy = ? AND b.state = '{batch}' AND m.replayed = 0"
             self._same(

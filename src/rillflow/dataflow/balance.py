@@ -12,15 +12,13 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from statistics import median
-from typing import Literal
 
 import msgspec
+from msgspec.structs import replace
 
 from rillflow.dataflow.ledger.tables import SUM
 from rillflow.types import Wire
-
-Branch = Literal["grow", "shrink", "hold"]
-NodeState = Literal["healthy", "suspect", "gone"]
+from rillflow.types.balance import Balance, Branch, Decision, NodeReport, NodeState, Production, Report, Window
 
 STARVING = 0.10  # the trainer waits for more than this share of its time: grow
 SATED = 0.05  # it waits for less than this: shrink, if more is made than is taken
@@ -98,72 +96,6 @@ class Look:
     steps: Sequence[Step]
     rounds: Sequence[Span]
     nodes: Sequence[NodeLook]
-
-
-class Window(Wire, frozen=True):
-    """`counted` of its `steps` are in the averages. `wait_fraction` is at most 0.95."""
-
-    since: int
-    steps: int
-    counted: int
-    wall_seconds: float
-    eval_seconds: float
-    training_seconds: float
-    step_seconds: float | None
-    batch_wait_seconds: float | None
-    wait_fraction: float | None
-
-
-class Production(Wire, frozen=True):
-    """`entered` passed the filters; a sample counts once for every stream it enters. `stale_skipped` is advisory."""
-
-    gpus: int
-    produced: int
-    entered: int
-    accept_rate: float | None
-    consumed: int
-    stale_skipped: int
-    stale_rate: float | None
-    throughput_per_gpu: float
-    produce_consume_ratio: float | None
-
-
-class Decision(Wire, frozen=True):
-    """`target` is the pool size, in GPUs, that would fit; `delta` what to add or, below 0, to retire."""
-
-    branch: Branch
-    target: int
-    delta: int
-    weight_transfer: bool = False
-
-
-class NodeReport(Wire, frozen=True):
-    """`accepted` came in time and was taken, before the filters. Throughput is produced samples a second."""
-
-    id: str
-    gpus: int
-    produced: int
-    accepted: int
-    accept_rate: float | None
-    throughput_per_gpu: float
-    state: NodeState
-
-
-class Report(Wire, frozen=True):
-    policy: str
-    version: int
-    time: float
-    window: Window
-    production: Production
-    decision: Decision
-    nodes: list[NodeReport]
-
-
-class Balance(Wire, frozen=True):
-    """The last report, and the window since, which is not full yet."""
-
-    latest: Report | None
-    current: Report
 
 
 # ---------------------------------------------------------------- the rule
@@ -288,6 +220,10 @@ def _production(mark: Mark, look: Look, made: Sequence[Counts], wall: float) -> 
     entered = max(look.entered - mark.entered, 0)
     consumed = sum(counts.consumed for counts in made)
     stale = sum(counts.stale for counts in made)
+    return _produced(gpus, wall, produced=produced, entered=entered, consumed=consumed, stale=stale)
+
+
+def _produced(gpus: int, wall: float, *, produced: int, entered: int, consumed: int, stale: int) -> Production:
     return Production(
         gpus=gpus,
         produced=produced,
@@ -350,3 +286,58 @@ def _ratio(part: float, whole: float) -> float | None:
 
 def _throughput(samples: int, gpus: int, seconds: float) -> float:
     return samples / (gpus * seconds) if gpus > 0 and seconds > 0 else 0.0
+
+
+# ---------------------------------------------------------------- several ledgers
+
+
+def joined(balances: Sequence[Balance]) -> Balance:
+    """Return the balance of a run from those of its ledgers, the first one's first."""
+    latest = [one.latest for one in balances if one.latest is not None]
+    current = _join([one.current for one in balances])
+    return Balance(latest=_join(latest) if latest else None, current=current)
+
+
+def _join(reports: Sequence[Report]) -> Report:
+    """Every ledger has all steps and all nodes; each has its own samples. The first ledger has the evaluations."""
+    first = reports[0]
+    if len(reports) == 1:
+        return first
+    production = _join_production([report.production for report in reports], first.window.wall_seconds)
+    nodes: dict[str, list[NodeReport]] = {}
+    for node in (node for report in reports for node in report.nodes):
+        nodes.setdefault(node.id, []).append(node)
+    return replace(
+        first,
+        production=production,
+        decision=decide(
+            production.gpus,
+            first.window.wait_fraction,
+            production.entered,
+            production.consumed,
+            weight_transfer=any(report.decision.weight_transfer for report in reports),
+        ),
+        nodes=[_join_node(found, first.window.wall_seconds) for found in nodes.values()],
+    )
+
+
+def _join_production(parts: Sequence[Production], wall: float) -> Production:
+    gpus = max(part.gpus for part in parts)
+    produced, entered = sum(part.produced for part in parts), sum(part.entered for part in parts)
+    consumed, stale = sum(part.consumed for part in parts), sum(part.stale_skipped for part in parts)
+    return _produced(gpus, wall, produced=produced, entered=entered, consumed=consumed, stale=stale)
+
+
+def _join_node(parts: Sequence[NodeReport], wall: float) -> NodeReport:
+    """A node is gone, or suspect, when every ledger that knows it says so."""
+    produced, accepted = sum(part.produced for part in parts), sum(part.accepted for part in parts)
+    alive = [part.state for part in parts if part.state != "gone"]
+    state: NodeState = "gone" if not alive else "healthy" if "healthy" in alive else "suspect"
+    return replace(
+        parts[0],
+        produced=produced,
+        accepted=accepted,
+        accept_rate=_ratio(accepted, produced),
+        throughput_per_gpu=_throughput(produced, parts[0].gpus, wall),
+        state=state,
+    )

@@ -18,23 +18,11 @@ import msgspec
 from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.registry import Collector
 
-from rillflow.dataflow.balance import (
-    Balance,
-    Counts,
-    Look,
-    Mark,
-    NodeLook,
-    NodeReport,
-    Report,
-    Span,
-    Step,
-    make_report,
-    mark_of,
-)
-from rillflow.dataflow.ledger.database import Base, Part, Value
+from rillflow.dataflow.balance import Counts, Look, Mark, NodeLook, Span, Step, joined, make_report, mark_of
+from rillflow.dataflow.ledger.database import Base, Part, Value, snapshot
 from rillflow.dataflow.ledger.shares import ENTERED
-from rillflow.dataflow.ledger.snapshot import snapshot
 from rillflow.errors import CorruptData, RunError
+from rillflow.types.balance import Balance, NodeReport, Report
 from rillflow.types.decoding import json_decoder
 
 Kept = TypeVar("Kept", Mark, Report)
@@ -106,8 +94,12 @@ class Balances(Part):
         self._db.set_meta(key, msgspec.to_builtins(value))
 
 
-def read_balance(path: Path, policy: str) -> Balance:
-    """The balance of a run that is not being served: as of the last that its ledger has heard."""
+def read_balance(paths: Sequence[Path], policy: str) -> Balance:
+    """Return the balance of a run that is not being served, from its ledgers: at the last time that each was used."""
+    return joined([_read_one(path, policy) for path in paths])
+
+
+def _read_one(path: Path, policy: str) -> Balance:
     try:
         with snapshot(path) as reads:
             return _balance_of(reads, path, policy)

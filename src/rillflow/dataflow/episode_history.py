@@ -1,12 +1,15 @@
-"""The history of episodes, read from the ledger: when each was leased and ended, and which step trained it."""
+"""The history of episodes, read from the ledgers of a run: leases and ends, and the steps that trained them."""
 
 from __future__ import annotations
 
 import sqlite3
+from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import NamedTuple
 
-from rillflow.dataflow.ledger.snapshot import Snapshot
+from rillflow.clients.sums import SEPARATOR
+from rillflow.dataflow.ledger.database import Snapshot, snapshot
 from rillflow.errors import RunError
 
 _EPISODES = """
@@ -106,6 +109,44 @@ def read_history(reads: Snapshot, most: int) -> History:
     )
 
 
+def read_histories(paths: Sequence[Path], most: int) -> History:
+    """Return the history of a run from its ledgers, the first one's first. A step that several ledgers have committed
+    is one step of one batch; the first ledger's numbers are those of the whole step."""
+    found = []
+    for path in paths:
+        with snapshot(path) as reads:
+            found.append(read_history(reads, most))
+    if len(found) == 1:
+        return found[0]
+    parts: dict[tuple[str, int | str], list[Step]] = {}
+    for step in (step for history in found for step in history.steps):
+        parts.setdefault((step.policy, step.batch if step.version is None else step.version), []).append(step)
+    steps = {part.batch: _joined(of_one) for of_one in parts.values() for part in of_one}
+    return History(
+        episodes=sorted((one for history in found for one in history.episodes), key=lambda one: one.begin)[-most:],
+        episodes_in_all=sum(history.episodes_in_all for history in found),
+        steps=sorted(set(steps.values()), key=lambda step: (step.begin, step.batch))[-most:],
+        evaluations=[one for history in found for one in history.evaluations],
+        batches_of={
+            group: list(dict.fromkeys(steps[batch].batch for batch in batches if batch in steps))
+            for history in found
+            for group, batches in history.batches_of.items()
+        },
+    )
+
+
+def _joined(parts: Sequence[Step]) -> Step:
+    """Return one step of the batches that several ledgers gave to it."""
+    ends = [part.end for part in parts if part.end is not None]
+    return parts[0]._replace(
+        batch=SEPARATOR.join(part.batch for part in parts),
+        begin=min(part.begin for part in parts),
+        end=max(ends, default=None),
+        groups=sum(part.groups for part in parts),
+        samples=sum(part.samples for part in parts),
+    )
+
+
 def _episode(row: sqlite3.Row) -> Episode:
     return Episode(*row)._replace(counts=bool(row["counts"]))
 
@@ -121,12 +162,20 @@ def ended_episodes(reads: Snapshot, after: float, most: int) -> list[Episode]:
     return [_episode(row) for row in rows]
 
 
-def ended_steps(reads: Snapshot, after: float, most: int) -> list[tuple[Step, list[tuple[str, str]]]]:
+def ended_steps(ledgers: Sequence[Snapshot], after: float, most: int) -> list[tuple[Step, list[tuple[str, str]]]]:
     """Return the first `most` steps that were committed after a time, and those of the same moment as the last; each
-    with the ids and attempts of the episodes that it trained."""
-    last = reads.value("SELECT at FROM steps WHERE at > ? ORDER BY at LIMIT 1 OFFSET ?", (after, most - 1))
-    rows = reads.all(f"{_STEPS} WHERE s.at > ? AND s.at <= ? ORDER BY s.at", (after, last or _NEVER))
-    return [(step, _trained_by(reads, step.batch)) for step in (Step(*row) for row in rows)]
+    with the ids and attempts of the episodes that it trained. A step is committed to the first ledger last."""
+    first, *others = ledgers
+    last = first.value("SELECT at FROM steps WHERE at > ? ORDER BY at LIMIT 1 OFFSET ?", (after, most - 1))
+    rows = first.all(f"{_STEPS} WHERE s.at > ? AND s.at <= ? ORDER BY s.at", (after, last or _NEVER))
+    found = []
+    for step in (Step(*row) for row in rows):
+        query = f"{_STEPS} WHERE s.policy = ? AND s.version = ?"
+        parts = [(first, step)]
+        parts += [(reads, Step(*row)) for reads in others for row in reads.all(query, (step.policy, step.version))]
+        episodes = [episode for reads, part in parts for episode in _trained_by(reads, part.batch)]
+        found.append((_joined([part for _, part in parts]), episodes))
+    return found
 
 
 def _trained_by(reads: Snapshot, batch: str) -> list[tuple[str, str]]:

@@ -1,8 +1,8 @@
 """Which episodes a run keeps for people, and what the ledger knows of them.
 
-Of each step: some that are drawn, the best and the worst. The draw depends on the run's seed and the task alone,
-so the choice over a whole batch lies within the choices over its parts (`marked`): a trainer that gets a batch in parts
-knows from each part for which episodes it may be asked.
+A run keeps the best and the worst episode of each step, and some that are drawn. The draw depends on the run's seed and
+the task alone, so the choice over a whole batch lies within the choices over its parts (`marked`): a trainer that gets
+a batch in parts knows from each part for which episodes it may be asked.
 """
 
 from __future__ import annotations

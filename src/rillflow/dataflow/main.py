@@ -7,8 +7,8 @@ from pathlib import Path
 
 from rillflow.config import Recipe
 from rillflow.contracts import Clock, GroupReward
+from rillflow.dataflow.group_commit import Journal
 from rillflow.dataflow.hooks import Hooks
-from rillflow.dataflow.journal import Journal
 from rillflow.dataflow.ledger.ledger import Ledger
 from rillflow.dataflow.rules import Rules
 from rillflow.dataflow.service import DataflowService
@@ -17,7 +17,7 @@ from rillflow.storage import disk_errors
 from rillflow.storage.trajectories import FILE, KINDS, Bounds
 from rillflow.types.ledgers import folder_of
 from rillflow.weights.updates import Invitation
-from rillflow.wire.collecting import keep_what_is_there
+from rillflow.wire.blocking import keep_what_is_there
 from rillflow.wire.tokens import Keyring
 
 LEDGER, METRICS = "ledger.sqlite", "metrics.jsonl"

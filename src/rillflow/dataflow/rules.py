@@ -1,4 +1,4 @@
-"""What the ledger needs to know of a recipe, in one flat immutable value; and how seeds are derived."""
+"""The settings of a recipe that the ledger needs, in one flat immutable value; and how seeds are derived."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class PolicyRules:
 
 @dataclass(frozen=True)
 class Rules:
-    """The numbers that govern one run. The first of `policies` is the one that the plain numbers tell of.
+    """The numbers that govern one run. The plain numbers of a status are those of the first of `policies`.
 
     A run may have several `ledgers`; `ledger` is the number of this one. `batch_groups` is then its part of a batch.
     """
@@ -57,13 +57,13 @@ class Rules:
     ledgers: int = 1
     seed: int = 0
     group_size: int = 8
-    grouping: str = "policy"  # what a sample is compared with: see DataflowConfig
+    grouping: str = "policy"  # the samples that a sample is compared with: see DataflowConfig
     attempts: int = 3
     task_lease: float = 30.0
     batch_lease: float = 300.0
     node_timeout: float = 10.0
     unit_timeout: float = 60.0
-    drop_after: float = 600.0  # a segment that nobody needs stays so long: a reader may still be at it
+    drop_after: float = 600.0  # seconds that an unneeded segment stays: a reader may still use it
     group_deadline: float | None = None
     max_failures: int = 64
     epochs: int | None = None
@@ -91,7 +91,7 @@ class Rules:
 
     @cached_property
     def on_policy(self) -> bool:
-        """Whether a stream of the run trains on nothing but its policies' newest tokens."""
+        """True if a stream of the run trains on its policies' newest tokens only."""
         return any(policy.on_policy for policy in self.policies.values())
 
     def streams_of(self, producer: str) -> list[str]:
@@ -105,7 +105,7 @@ class Rules:
 
     @cached_property
     def mark(self) -> str:
-        """What the names of groups and batches begin with."""
+        """The beginning of the names of groups and batches."""
         return mark_of(self.ledger)
 
     def owns(self, prompt: str) -> bool:

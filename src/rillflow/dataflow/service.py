@@ -12,7 +12,7 @@ import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import TypeVar
 
 import msgspec
 
@@ -20,10 +20,9 @@ from rillflow.batching import Batcher
 from rillflow.contracts import Clock, GroupReward, SystemClock
 from rillflow.dataflow import report
 from rillflow.dataflow.balance_ledger import BalanceGauges
-from rillflow.dataflow.flow import GroupCommit, Watch
+from rillflow.dataflow.group_commit import GroupCommit, Journal, Watch
 from rillflow.dataflow.group_scorer import GroupScorer
-from rillflow.dataflow.hooks.beside import Beside, HookPending
-from rillflow.dataflow.journal import Journal
+from rillflow.dataflow.hooks.running import Beside, HookPending
 from rillflow.dataflow.ledger.ledger import Ledger
 from rillflow.dataflow.report import LedgerGauges
 from rillflow.dataflow.trajectory_keeper import TrajectoryKeeper
@@ -59,11 +58,12 @@ from rillflow.types import (
     UnitBeatReply,
     Units,
 )
+from rillflow.types.balance import LedgerBalances
 from rillflow.types.routes import Dataflow
 from rillflow.weights.manifest import key_of
 from rillflow.weights.updates import Invitation, RunFacts, WeightUpdates
 from rillflow.wire import Service
-from rillflow.wire.news import News
+from rillflow.wire.blocking import News
 from rillflow.wire.tokens import scoped_token
 
 Reply = TypeVar("Reply")
@@ -183,11 +183,11 @@ class DataflowService(Service):
         log.critical("%s", error)
         if self._broken is not None and not self._broken.done():
             self._broken.set_exception(error)
-            self._broken.exception()  # seen, also when nobody serves any more
+            self._broken.exception()  # retrieved: asyncio logs an exception that is never retrieved
 
     async def _keep_house(self) -> None:
         watch = Watch(self._clock, self._ledger.rules.node_timeout / 2)
-        unheard = False  # the disk took nothing, so nobody could renew a lease
+        unheard = False  # the disk took nothing, so no lease could be renewed
         while True:
             await asyncio.sleep(HOUSEKEEPING)
             try:
@@ -242,7 +242,7 @@ class DataflowService(Service):
             self._admitting = None
 
     async def _changed(self, reply: Reply) -> Reply:
-        """The reply to a change: others are told at once, the caller after the change is durable."""
+        """Wake the polls of others at once; return the reply to a change after it is durable."""
         self._tell()
         await self._disk.durable()
         return reply
@@ -417,10 +417,10 @@ class DataflowService(Service):
                 yield f"node {node.name}: {trouble[:_SHOWN]}"
 
     def _absent(self, what: str, seen: float | None) -> str:
-        """What to say while no process of a kind is alive that the run needs; one was `seen` last at that time."""
+        """Describe the wait for a kind of process that the run needs; one was `seen` last at that time."""
         if seen is None:
             return f"waiting for the first {what} to start ({self._clock.monotonic() - self._started:.0f} s)"
         return f"waiting for a {what}: the last one was heard of {max(self._clock.now() - seen, 0.0):.0f} s ago"
 
-    async def _balance(self) -> dict[str, Any]:
-        return cast("dict[str, Any]", msgspec.to_builtins(self._ledger.balances.now()))
+    async def _balance(self) -> LedgerBalances:
+        return LedgerBalances(ledgers=[self._ledger.balances.now()])

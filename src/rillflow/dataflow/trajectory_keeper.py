@@ -2,7 +2,7 @@
 
 Nothing waits for it: a step is acknowledged before its trajectories are read, at most `MOST_WAITING` lists of episodes
 wait to be written, and what comes beyond them is dropped and counted. A disk or a storage unit that refuses costs the
-trajectories that it refused, never the run; it is told once in the log, and in the status for as long as it lasts.
+trajectories that it refused, never the run; it is logged once, and shown in the status for as long as it lasts.
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ from rillflow.storage.spans import open_spans
 from rillflow.weights.delta.tensors import Ahead
 from rillflow.weights.models import DTYPES, pick_device
 from rillflow.weights.refresh import troubles
-from rillflow.wire.collecting import keep_what_is_there
+from rillflow.wire.blocking import keep_what_is_there
 from rillflow.wire.tokens import Keyring
 
 log = logging.getLogger(__name__)

@@ -46,9 +46,8 @@ from rillflow.gateway.trees.template import Tools
 from rillflow.gateway.trees.tree import TokenTree
 from rillflow.types.route import JSON, Route
 from rillflow.wire import Service
-from rillflow.wire.common_routes import DESCRIPTION, Common
-from rillflow.wire.gate import Gate
 from rillflow.wire.messages import Request, Response
+from rillflow.wire.routing import DESCRIPTION, Common, Gate
 from rillflow.wire.server import Endpoint, bearer, error_headers
 from rillflow.wire.tokens import Keyring
 

@@ -6,13 +6,15 @@ on after it.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import msgspec
 
-from rillflow.dataflow.episode_history import ended_episodes, ended_steps
-from rillflow.dataflow.ledger.snapshot import snapshot
+from rillflow.dataflow.episode_history import Episode, ended_episodes, ended_steps
+from rillflow.dataflow.ledger.database import snapshot
 from rillflow.observe.follower import Follower, Note, Outcome
 from rillflow.storage.spans import Span, SpanFollower
 
@@ -24,28 +26,28 @@ BATCH = 500  # spans that are sent at once
 
 
 class SentSpans(msgspec.Struct):
-    """Up to which time everything has been sent."""
+    """Up to which time everything has been sent; of episodes by the number of their ledger."""
 
-    episodes: float = 0.0
+    episodes: dict[int, float] = {}
     steps: float = 0.0
     workers: dict[str, float] = {}
 
 
 class SpanExport(Follower):
-    """Follows the ledger and the timeline of a run folder."""
+    """Follows the ledgers and the timeline of a run folder."""
 
-    def __init__(self, endpoint: str, run: Path, ledger: Path, *, every: float = EVERY) -> None:
+    def __init__(self, endpoint: str, run: Path, ledgers: Sequence[Path], *, every: float = EVERY) -> None:
         super().__init__("opentelemetry", poll=every)
         self._endpoint = endpoint
         self._run = run
-        self._ledger = ledger
+        self._ledgers = ledgers
         self._note = Note(run / "trackers" / "opentelemetry.json", SentSpans())
         self._sender: Sender | None = None
         self._spans = SpanFollower(run)
         self._waiting: dict[str, list[Span]] = {}  # states that were read and not sent
 
     def advance(self) -> bool:
-        if not self._ledger.is_file():
+        if not self._opened_all():
             return False
         return self._episodes() or self._steps() or self._states()
 
@@ -54,25 +56,36 @@ class SpanExport(Follower):
             self._sender.close()
 
     def unsent(self) -> str:
-        if not self._ledger.is_file():
+        if not self._opened_all():
             return ""
-        with snapshot(self._ledger) as reads:
-            episodes = len(ended_episodes(reads, self._note.kept.episodes, BATCH))
-        return f"{episodes}{' or more' * (episodes == BATCH)} episodes" if episodes else ""
+        numbers = [len(self._ended(ledger)) for ledger in range(len(self._ledgers))]
+        episodes = sum(numbers)
+        return f"{episodes}{' or more' * (max(numbers) >= BATCH)} episodes" if episodes else ""
+
+    def _opened_all(self) -> bool:
+        return all(path.is_file() for path in self._ledgers)
 
     # ------------------------------------------------------------ what there is to send
 
     def _episodes(self) -> bool:
-        with snapshot(self._ledger) as reads:
-            found = ended_episodes(reads, self._note.kept.episodes, BATCH)
-        if found:
-            self._opened().send_episodes(found)
-            self._note.keep(episodes=max(one.end or 0.0 for one in found))
-        return bool(found)
+        sent = False
+        for ledger in range(len(self._ledgers)):
+            if found := self._ended(ledger):
+                self._opened().send_episodes(found)
+                last = max(one.end or 0.0 for one in found)
+                self._note.keep(episodes={**self._note.kept.episodes, ledger: last})
+                sent = True
+        return sent
+
+    def _ended(self, ledger: int) -> list[Episode]:
+        """Return the next episodes of a ledger that have ended and were not sent."""
+        with snapshot(self._ledgers[ledger]) as reads:
+            return ended_episodes(reads, self._note.kept.episodes.get(ledger, 0.0), BATCH)
 
     def _steps(self) -> bool:
-        with snapshot(self._ledger) as reads:
-            found = ended_steps(reads, self._note.kept.steps, BATCH)
+        with ExitStack() as stack:
+            ledgers = [stack.enter_context(snapshot(path)) for path in self._ledgers]
+            found = ended_steps(ledgers, self._note.kept.steps, BATCH)
         if found:
             self._opened().send_steps(found)
             self._note.keep(steps=max(step.at or 0.0 for step, _ in found))

@@ -30,7 +30,7 @@ from rillflow.rollout.node import Node
 from rillflow.rollout.push import FailureSender, Pusher
 from rillflow.rollout.rewards import LateRewards
 from rillflow.storage import read_json, startup, write_json
-from rillflow.wire.collecting import keep_what_is_there
+from rillflow.wire.blocking import keep_what_is_there
 from rillflow.wire.tokens import Keyring
 
 log = logging.getLogger(__name__)

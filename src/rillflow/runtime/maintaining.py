@@ -77,8 +77,8 @@ async def maintainer(
 ) -> AsyncIterator[Maintainer]:
     if place.recipe.dataflow.ledgers > 1:
         raise ConfigError(
-            "a run with several ledgers has no report of its balance",
-            "start and retire nodes by hand, or with one ledger",
+            "a maintainer needs a run with one ledger",
+            "start and retire nodes by hand, or set dataflow.ledgers to 1",
         )
     scaling = place.recipe.resources.scaling
     if dry_run:

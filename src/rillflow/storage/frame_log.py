@@ -2,11 +2,11 @@
 
 After `sync`, all earlier frames are on disk. Frames that come while a write is under way share the next one, so that
 many owners pay for one sync. A write that fails leaves nothing behind, and everything that was added behind it fails
-with it: the log always holds all that was added up to some moment. The exception are frames that are *owed*, which
-nobody would add again: the next write brings them along. A file is dropped once none of its owners is alive.
+with it: the log always holds all that was added up to some moment. The exception are frames that are *owed*: no
+caller would add them again, so the next write includes them. A file is dropped once none of its owners is alive.
 
 A frame is a record of one column (see `records`), whose name is its owner and kind. The column ends in a byte other
-than zero. So reading tells a torn tail (a process or a machine died while it wrote: nobody was told that this was kept)
+than zero. So reading distinguishes a torn tail (a process or a machine died while it wrote, before it acknowledged)
 from damage. It names the owners who lost something: the frame's own, or all that are alive where the owner cannot be
 read. It does not protect against a file that is lost or cut back as a whole.
 """

@@ -178,8 +178,8 @@ def scan(data: bytes, segment: int) -> Iterator[Columns | Unreadable]:
     """Yield the columns of every record of a file, in order, as far as each was written to its end.
 
     Zeros at the end of the file were never written. The last record may be torn: then its last column reaches beyond
-    what was written, and it is left out, as nobody was told that it was kept. This can only be told where every record
-    ends in a byte other than zero; the caller sees to that. The columns' checksums are left to the caller.
+    what was written, and it is left out, because it was never acknowledged. This requires that every record ends in a
+    byte other than zero, which the caller ensures. The columns' checksums are left to the caller.
     """
     at, end = 0, len(data.rstrip(b"\0"))
     while at + _PREFIX.size <= end:

@@ -46,7 +46,7 @@ from rillflow.weights.models import DTYPES
 from rillflow.weights.transport.serve import FolderShelf, WeightService
 from rillflow.weights.transport.upload import uploader
 from rillflow.wire import LoopThread, Service
-from rillflow.wire.collecting import keep_what_is_there
+from rillflow.wire.blocking import keep_what_is_there
 from rillflow.wire.tokens import Keyring, scoped_token
 
 log = logging.getLogger(__name__)

@@ -5,8 +5,7 @@ Those of engines, weights, gateways and dashboards are declared beside their own
 
 from __future__ import annotations
 
-from typing import Any
-
+from rillflow.types.balance import LedgerBalances
 from rillflow.types.batches import (
     BatchReply,
     CommitBatch,
@@ -73,7 +72,7 @@ class Dataflow:
     stop = post("/stop", StopRun, Ack, "operator", summary="Stop the run", again="a run that has ended stays as it is")
     nodes = get("/nodes", NodeList, "reader", summary="The rollout nodes, and those that left a short while ago")
     status = get("/status", Status, "reader", summary="The run's progress, and what it waits for")
-    balance = get("/balance", dict[str, Any], "reader", summary="Where time is lost, and what to change")
+    balance = get("/balance", LedgerBalances, "reader", summary="Where time is lost, and what to change")
 
 
 class Updates:

@@ -23,7 +23,7 @@ from rillflow.types import Ack, AskTurn, EngineInfo, Engines, LookEngines, RunRe
 from rillflow.types.ledgers import process_of
 from rillflow.types.routes import Updates
 from rillflow.wire import Service
-from rillflow.wire.news import News
+from rillflow.wire.blocking import News
 from rillflow.wire.tokens import Keyring
 
 

@@ -1,9 +1,12 @@
-"""Event loops and threads: a loop in a thread for synchronous code (a trainer's heartbeats go on during its step), and
-threads for work that would block a loop."""
+"""Event loops and threads: a loop in a thread for synchronous code (a trainer's heartbeats go on during its step),
+threads for work that would block a loop, the signal that wakes long polls, and the garbage collector of a process that
+serves.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 import sys
 import threading
@@ -136,3 +139,41 @@ def _work_on(queue: SimpleQueue[tuple[Callable[[], None], str]]) -> None:
         if len(_idle) >= _MOST_IDLE:
             return
         _idle.append(queue)
+
+
+class News:
+    """Wakes waiting long polls after a change, at most every `pause` seconds; each then checks its condition again."""
+
+    def __init__(self, pause: float) -> None:
+        self._pause = pause
+        self._event = asyncio.Event()
+        self._told = False
+        self.waiting = 0
+
+    def tell(self) -> None:
+        if self.waiting and not self._told:
+            self._told = True
+            asyncio.get_running_loop().call_later(self._pause, self._wake)
+
+    def _wake(self) -> None:
+        self._told = False
+        self._event.set()
+        self._event = asyncio.Event()
+
+    async def wait(self, seconds: float) -> None:
+        event = self._event
+        self.waiting += 1
+        try:
+            with suppress(TimeoutError):
+                # Not `wait_for`: on Python 3.11 it swallows a cancellation that comes with the event.
+                async with asyncio.timeout(seconds):
+                    await event.wait()
+        finally:
+            self.waiting -= 1
+
+
+def keep_what_is_there() -> None:
+    """Exclude all present objects from later collections. Call once, when a process is ready: modules, models and
+    templates stay, and every full collection would delay all calls, or a step, to visit them again."""
+    gc.collect()
+    gc.freeze()

@@ -1,6 +1,7 @@
 """Finds the handler of a path and a method: one dictionary look-up per segment, whatever the number of routes.
 
-A segment `{name}` matches anything, `{name:int}` digits only; a literal segment wins over both.
+A segment `{name}` matches anything, `{name:int}` digits only; a literal segment wins over both. A `Gate` bounds the
+concurrent requests of a route; those past it get a 429. `Common` has the routes of every service.
 """
 
 from __future__ import annotations
@@ -9,7 +10,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
-from rillflow.errors import WireError
+from rillflow.errors import QueueFull, WireError
+from rillflow.types.route import JSON, TEXT, get, raw
 
 Found = TypeVar("Found")
 
@@ -95,3 +97,35 @@ class Routing(Generic[Found]):
             place = places.pop()
             yield from place.methods.values()
             places += [*place.places.values(), *([] if place.anything is None else [place.anything])]
+
+
+class Gate:
+    """Lets `most` in. Each that was let in leaves exactly once."""
+
+    def __init__(self, most: int, what: str) -> None:
+        self.most = most
+        self.at_work = 0
+        self._what = what
+
+    def enter(self) -> bool:
+        if self.at_work >= self.most:
+            return False
+        self.at_work += 1
+        return True
+
+    def leave(self) -> None:
+        self.at_work -= 1
+
+    def refusal(self) -> QueueFull:
+        return QueueFull(f"{self.most} {self._what} are at work", "come back when some have ended")
+
+
+DESCRIPTION = "/openapi.json"
+
+
+class Common:
+    """Routes that only read, open to readers."""
+
+    health = get("/health", dict[str, str], "reader", summary="Whether the service is there")
+    metrics = raw("GET", "/metrics", "reader", summary="Prometheus metrics", answers={TEXT: ()})
+    description = raw("GET", DESCRIPTION, "reader", summary="This description", answers={JSON: ()})

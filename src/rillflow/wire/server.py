@@ -24,12 +24,10 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 from rillflow.errors import BadRequest, DiskFull, RillflowError, RunError, Unauthorized, to_body
 from rillflow.types.decoding import msgpack_decoder
 from rillflow.types.route import JSON, MSGPACK, Route
-from rillflow.wire.common_routes import Common
-from rillflow.wire.gate import Gate
 from rillflow.wire.messages import Request, Response
 from rillflow.wire.openapi import describe
 from rillflow.wire.protocol import Connection, Listener
-from rillflow.wire.routing import Routing, WrongMethod
+from rillflow.wire.routing import Common, Gate, Routing, WrongMethod
 from rillflow.wire.tokens import Keyring, check_scope
 
 Body = TypeVar("Body")

@@ -62,7 +62,7 @@ def values(attributes: list[KeyValue]) -> dict[str, Any]:
 
 
 def sent(endpoint: str, run: Path) -> list[str]:
-    export = SpanExport(endpoint, run, run / "ledger.sqlite", every=0.05)
+    export = SpanExport(endpoint, run, [run / "ledger.sqlite"], every=0.05)
     export.start()
     export.stop("finished")
     export.join(120.0)

@@ -15,13 +15,14 @@ from rich.console import Console
 from rillflow.cli.reports import balance_view, find_balance, print_balance
 from rillflow.config import load_recipe
 from rillflow.contracts import SystemClock
-from rillflow.dataflow.balance import Balance, Counts, Look, Mark, NodeLook, Report, Step, make_report
+from rillflow.dataflow.balance import Counts, Look, Mark, NodeLook, Step, make_report
 from rillflow.dataflow.balance_ledger import Balances
 from rillflow.dataflow.ledger.database import Base, Database
 from rillflow.dataflow.ledger.schema import FORMAT
 from rillflow.dataflow.rules import Rules
 from rillflow.errors import RunError
 from rillflow.runtime.folder import RunFolder
+from rillflow.types.balance import Balance, LedgerBalances, Report
 from rillflow.types.routes import Dataflow
 from rillflow.wire import Service
 from rillflow.wire.blocking import LoopThread
@@ -54,7 +55,7 @@ def served(folder: RunFolder, token: str, answer: object) -> Iterator[None]:
     service = Service("dataflow", token)
 
     async def balance() -> Any:
-        return answer
+        return LedgerBalances(ledgers=[answer]) if isinstance(answer, Balance) else answer
 
     service.on(Dataflow.balance, balance)
     try:

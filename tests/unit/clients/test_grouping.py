@@ -7,7 +7,7 @@ import threading
 
 import pytest
 
-from rillflow.clients.grouping import GroupedPuts
+from rillflow.clients.units import GroupedPuts
 from rillflow.errors import DiskFull, StorageError, Unavailable
 from rillflow.types import Row
 

@@ -12,8 +12,7 @@ import numpy as np
 import pytest
 from units_support import TOKEN, few_units, row
 
-from rillflow.clients.payloads import DamagedRows, PayloadReader
-from rillflow.clients.remote import split_calls, split_ranges
+from rillflow.clients.payloads import DamagedRows, PayloadReader, split_calls, split_ranges
 from rillflow.errors import BadRequest, CorruptData, DeadlineExceeded, StorageError, Unauthorized, WireError
 from rillflow.storage.segments import segment_path
 from rillflow.types import COLUMNS, Row, UnitInfo, Units
@@ -189,8 +188,8 @@ async def test_a_unit_that_stays_away_ends_in_an_error_that_is_not_damage(few):
 async def test_long_rows_and_long_reads_are_asked_for_in_pieces(few, monkeypatch):
     places = few.units[0].put([row(n) for n in (1, 900, 900, 900, 1, 2, 5000)])
     limit = 2 * places[1].length + 1
-    monkeypatch.setattr("rillflow.clients.remote.GET_LIMIT", limit)
-    monkeypatch.setattr("rillflow.clients.remote._RANGE_BYTES", limit)
+    monkeypatch.setattr("rillflow.clients.payloads.GET_LIMIT", limit)
+    monkeypatch.setattr("rillflow.clients.payloads._RANGE_BYTES", limit)
     monkeypatch.setattr("rillflow.dataflow.units.files.GET_LIMIT", limit)
     reader = few.reader(allow_map=False)
     found = await reader.read(places, ["tokens"])

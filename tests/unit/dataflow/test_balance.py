@@ -16,14 +16,15 @@ from rillflow.dataflow.balance import (
     Look,
     Mark,
     NodeLook,
-    Report,
     Span,
     Step,
     decide,
+    joined,
     make_report,
     mark_of,
     wait_fraction,
 )
+from rillflow.types.balance import Balance, Report
 
 # ---------------------------------------------------------------- the rule
 
@@ -238,3 +239,34 @@ def test_weights_are_under_way_to_a_node_that_lags(version: int | None, gone: bo
 def test_a_report_goes_through_json() -> None:
     found = report(node("a", produced=3), steps=[Step(11, 150.0, 6.0, 2.0)])
     assert msgspec.json.decode(msgspec.json.encode(found), type=Report) == found
+
+
+def test_the_reports_of_several_ledgers_are_one() -> None:
+    steps = [Step(11, 150.0, 6.0, 2.0), Step(12, 180.0, 8.0, 0.0)]
+    first = report(
+        node("a", gpus=2, produced=60, accepted=60, consumed=30),
+        node("b", gpus=2, produced=1, accepted=1),
+        node("c", gone=True),
+        steps=steps,
+        rounds=[Span(100.0, 110.0)],
+        entered=40,
+    )
+    second = report(
+        node("a", gpus=2, produced=20, accepted=10, consumed=20),
+        node("b", gpus=2, produced=19, accepted=19),
+        node("c", gone=True),
+        steps=steps,
+        entered=60,
+    )
+    found = joined([Balance(latest=first, current=first), Balance(latest=None, current=second)])
+    assert found.latest == first, "no other ledger has one yet"
+    assert found.current.window == first.window, "every ledger has all steps, and the first one the evaluations"
+    made = found.current.production
+    assert (made.gpus, made.produced, made.entered, made.consumed) == (4, 100, 100, 50)
+    assert (made.accept_rate, made.produce_consume_ratio, made.throughput_per_gpu) == (1.0, 2.0, 0.25)
+    assert found.current.decision == decide(4, first.window.wait_fraction, 100, 50)
+    assert [(one.id, one.produced, one.accepted, one.state) for one in found.current.nodes] == [
+        ("a", 80, 70, "healthy"),
+        ("b", 20, 20, "healthy"),
+        ("c", 0, 0, "gone"),
+    ]

@@ -11,13 +11,13 @@ import msgspec
 import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 
-from rillflow.dataflow.balance import Balance
 from rillflow.dataflow.balance_ledger import BalanceGauges, Balances, read_balance
 from rillflow.dataflow.ledger.database import Base, Database
 from rillflow.dataflow.ledger.schema import FORMAT
 from rillflow.dataflow.ledger.shares import ENTERED
 from rillflow.dataflow.rules import PolicyRules, Rules
 from rillflow.errors import CorruptData, RunError
+from rillflow.types.balance import Balance
 
 POLICY, EVERY = "agent", 3
 
@@ -219,33 +219,33 @@ def test_the_ledger_alone_tells_the_same(run: Run) -> None:
         run.node(produced=4)
     told = run.balances.now()
     run.close()
-    assert read_balance(run.path, POLICY) == told
+    assert read_balance([run.path], POLICY) == told
     run.open()
 
 
 def test_ledgers_that_tell_nothing(tmp_path: Path) -> None:
     with pytest.raises(RunError, match="there is no ledger"):
-        read_balance(tmp_path / "absent.sqlite", POLICY)
+        read_balance([tmp_path / "absent.sqlite"], POLICY)
     (tmp_path / "broken.sqlite").write_bytes(b"no database" * 200)
     with pytest.raises(CorruptData):
-        read_balance(tmp_path / "broken.sqlite", POLICY)
+        read_balance([tmp_path / "broken.sqlite"], POLICY)
     db = Database(tmp_path / "other.sqlite")
     with db.change():
         db.set_meta("format", FORMAT + 1)
     db.commit()
     with pytest.raises(CorruptData, match=f"format {FORMAT + 1}"):
-        read_balance(db.path, POLICY)
+        read_balance([db.path], POLICY)
     with db.change():
         db.set_meta("format", FORMAT)
     db.commit()
     with pytest.raises(RunError, match="no balance yet"):
-        read_balance(db.path, POLICY)
+        read_balance([db.path], POLICY)
     with db.change():
         db.set_meta("balance.mark", {"time": "yesterday"})
     db.commit()
     db.close()
     with pytest.raises(CorruptData, match="damaged"):
-        read_balance(db.path, POLICY)
+        read_balance([db.path], POLICY)
 
 
 # ---------------------------------------------------------------- Prometheus

@@ -75,4 +75,4 @@ def test_the_file_tells_what_the_ledger_told(make_world: MakeWorld) -> None:
     for _ in range(3):
         step(world)
     world.ledger.commit()
-    assert read_balance(world.path, "main") == world.ledger.balances.now()
+    assert read_balance([world.path], "main") == world.ledger.balances.now()

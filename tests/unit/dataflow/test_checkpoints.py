@@ -16,7 +16,7 @@ EVERY = 100
 
 @pytest.fixture(autouse=True)
 def _often(monkeypatch):
-    monkeypatch.setattr("rillflow.dataflow.flow.COPY_EVERY", EVERY)
+    monkeypatch.setattr("rillflow.dataflow.group_commit.COPY_EVERY", EVERY)
 
 
 async def change(run, times=1):

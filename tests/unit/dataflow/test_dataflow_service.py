@@ -99,8 +99,8 @@ async def test_a_whole_run(tmp_path):
         known = await run.client.engines(LookEngines())
         assert (told.ended, known.engines) == (True, []), "nobody waits for who has been told"
         assert (status.policies[POLICY].steps, status.policies[POLICY].total_steps, status.units) == (2, 2, 1)
-        current = (await run.client.balance())["current"]
-        assert (current["production"]["consumed"], [node["id"] for node in current["nodes"]]) == (8, ["n0"])
+        current = (await run.client.balance()).ledgers[0].current
+        assert (current.production.consumed, [node.id for node in current.nodes]) == (8, ["n0"])
     lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert [line.get("event", "step") for line in lines] == ["evaluation", "step", "step", "evaluation"]
     assert lines[2]["loss"] == 0.25
@@ -236,7 +236,7 @@ async def test_housekeeping_returns_what_was_lost(tmp_path):
         again = (await asyncio.wait_for(waiting, 60)).leases
         assert {lease.task.id for lease in again} == {lease.task.id for lease in first}
         await run.pass_time(clock, 6)
-        assert [node["state"] for node in (await run.client.balance())["current"]["nodes"]] == ["gone"]
+        assert [node.state for node in (await run.client.balance()).ledgers[0].current.nodes] == ["gone"]
 
 
 async def test_a_full_disk_under_the_ledger_acknowledges_nothing(tmp_path):

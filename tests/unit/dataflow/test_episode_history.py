@@ -8,7 +8,7 @@ import pytest
 from chrome_trace import check_trace, flows_of
 from dataflow_world import World
 from rillflow.dataflow.episode_history import life_of, read_history
-from rillflow.dataflow.ledger.snapshot import snapshot
+from rillflow.dataflow.ledger.database import snapshot
 from rillflow.errors import RunError
 from rillflow.observe.trace import trace
 from rillflow.storage.spans import Span

@@ -26,7 +26,7 @@ from rillflow.types import CommitStage, LeaseStage, Row, SampleColumns
 from rillflow.types.route import MSGPACK, Route, routes_of
 from rillflow.types.routes import Dataflow, StorageUnits, Updates
 from rillflow.weights.transport.serve import WeightRoutes
-from rillflow.wire.common_routes import Common
+from rillflow.wire.routing import Common
 from rillflow.wire.tokens import OPENS, SCOPES, scoped_token
 
 

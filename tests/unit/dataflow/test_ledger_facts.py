@@ -27,7 +27,7 @@ def test_rewards_lengths_and_ends_are_those_of_the_latest_groups(make_world: Mak
         world.ledger.complete(msgspec.structs.replace(news, samples=samples, calls=3, metrics=told, errors=[HANGS]))
     world.fail(leases[4], "timeout")
     world.ledger.commit()
-    facts = read_ledger_facts(world.path)
+    facts = read_ledger_facts([world.path])
     samples = facts.samples[world.policy]
     assert (samples.count, samples.groups, samples.lowest, samples.highest) == (4, 2, 0.0, 1.0)
     assert (samples.tokens, samples.by_length) == (3.5, pytest.approx(1.0))
@@ -43,7 +43,7 @@ def test_rewards_lengths_and_ends_are_those_of_the_latest_groups(make_world: Mak
 
 
 def test_a_ledger_without_episodes_has_none(make_world: MakeWorld) -> None:
-    facts = read_ledger_facts(make_world().path)
+    facts = read_ledger_facts([make_world().path])
     assert (facts.completed, facts.samples, facts.episodes, facts.last_end) == (0, {}, None, None)
 
 
@@ -52,7 +52,7 @@ def test_rewards_that_are_all_equal_have_no_correlation(make_world: MakeWorld) -
     for lease in world.lease(2):
         world.done(lease, reward=0.0)
     world.ledger.commit()
-    samples = read_ledger_facts(world.path).samples[world.policy]
+    samples = read_ledger_facts([world.path]).samples[world.policy]
     assert (samples.lowest, samples.highest, samples.by_length) == (0.0, 0.0, None)
 
 
@@ -61,4 +61,4 @@ def test_a_file_that_is_no_ledger_is_refused(tmp_path: Path, content: bytes) -> 
     path = tmp_path / "ledger.sqlite"
     path.write_bytes(content)
     with pytest.raises(CorruptData):
-        read_ledger_facts(path)
+        read_ledger_facts([path])

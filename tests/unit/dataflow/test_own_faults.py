@@ -80,9 +80,9 @@ def test_a_completion_that_breaks_a_constraint_is_refused_alone(make_world, monk
     """Whatever check was forgotten: the database has the last word on one completion, not on its neighbours."""
     world = make_world()
     news = [world.news(lease) for lease in world.lease(4)]
-    monkeypatch.setattr("rillflow.dataflow.ledger.completions.Judge._why_refused", lambda self, news: None)
+    monkeypatch.setattr("rillflow.dataflow.ledger.attempts.Judge._why_refused", lambda self, news: None)
     news[2] = msgspec.structs.replace(news[2], samples=[msgspec.structs.replace(news[2].samples[0], reward=math.nan)])
-    monkeypatch.setattr("rillflow.dataflow.ledger.completions._why_failed", lambda lane, news: "")
+    monkeypatch.setattr("rillflow.dataflow.ledger.attempts._why_failed", lambda lane, news: "")
     answers = world.ledger.complete_many(news)
     assert [isinstance(answer, BadRequest) for answer in answers] == [False, False, True, False]
     assert [world.task(one.task) for one in news] == ["done", "done", "leased", "done"]

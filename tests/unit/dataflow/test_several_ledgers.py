@@ -15,7 +15,12 @@ from rillflow.clients.dataflow import DataflowClient
 from rillflow.clients.ledgers import connect
 from rillflow.clients.task_polls import split
 from rillflow.dataflow.audit import AuditReport, audit_all
+from rillflow.dataflow.balance import joined
+from rillflow.dataflow.balance_ledger import read_balance
+from rillflow.dataflow.episode_history import ended_steps, read_histories
+from rillflow.dataflow.ledger.database import snapshot
 from rillflow.dataflow.ledger.ledger import Ledger
+from rillflow.dataflow.ledger_facts import read_ledger_facts
 from rillflow.errors import DataError, LeaseLost
 from rillflow.types import (
     OUT_OF_PROMPTS,
@@ -183,6 +188,37 @@ async def test_a_step_is_in_every_ledger_and_told_once_as_a_whole(tmp_path: Path
         assert line["counters"]["trained"] == GROUPS
         counts = run.audit().counts
         assert (counts["steps"], counts["train.trained"]) == (1, GROUPS)
+
+
+async def test_the_history_and_the_balance_are_those_of_all_ledgers(tmp_path: Path) -> None:
+    async with several(tmp_path) as run:
+        await run.join()
+        await run.play()
+        batch = (await run.ask("a1")).batch
+        assert batch is not None
+        assert await run.commit(batch, 1)
+        for part in run.parts:
+            part.ledger.commit()
+        paths = [part.ledger.db.path for part in run.parts]
+        history = read_histories(paths, 1000)
+        (step,) = history.steps
+        assert (step.batch, step.version, step.groups, step.samples, step.reward) == (batch.id, 1, GROUPS, 8, 0.5)
+        trained = [one for one in history.episodes if history.batches_of.get(one.group) == [batch.id]]
+        assert sorted(one.id for one in trained) == sorted(sample.task for sample in batch.samples)
+        assert history.episodes == sorted(history.episodes, key=lambda one: one.begin)
+        assert history.episodes_in_all == len(history.episodes)
+        assert len(read_histories(paths, 3).episodes) == 3
+        with snapshot(paths[0]) as first, snapshot(paths[1]) as second:
+            ((sent, episodes),) = ended_steps([first, second], 0.0, 10)
+        assert (sent, len(episodes)) == (step, 8)
+        told = joined((await run.client.balance()).ledgers).current
+        assert (told.production.consumed, told.production.entered, told.production.gpus) == (8, 8, 1)
+        assert [(node.id, node.accepted) for node in told.nodes] == [("n0", 8)]
+        facts = read_ledger_facts(paths)
+        assert (facts.groups["trained"], facts.completed, facts.samples[POLICY].count) == (GROUPS, 8, 8)
+        assert [(node.name, node.completed) for node in facts.nodes] == [("n0", 8)]
+        kept = read_balance(paths, POLICY).current
+        assert (kept.production.consumed, kept.nodes[0].accepted) == (8, 8)
 
 
 async def test_a_ledger_that_is_down_delays_only_its_own_tasks(tmp_path: Path) -> None:

@@ -6,8 +6,8 @@ import asyncio
 from typing import Any
 
 import pytest
+from gateway_bench import HandClock, running
 from gateway_support import CHATML, ScriptedEngine, chunk, make_renderer
-from test_server import HandClock, running
 
 from rillflow.contracts import SystemClock
 from rillflow.gateway import Gateway, Sessions

@@ -8,9 +8,9 @@ import pytest
 from maintainer_world import SetClock, World, info
 
 from rillflow.config.resources import ScalingConfig
-from rillflow.dataflow.balance import Balance
 from rillflow.errors import DeadlineExceeded, DiskFull, RunError
 from rillflow.resources.maintainer.loop import PATIENCE, Maintainer
+from rillflow.types.balance import Balance
 
 
 class Ticking(SetClock):

@@ -12,8 +12,8 @@ import pytest
 from raw_http import connected, exchanged
 from rillflow.types.route import TEXT, Route, raw
 from rillflow.wire import Service
-from rillflow.wire.gate import Gate
 from rillflow.wire.messages import Request, Response
+from rillflow.wire.routing import Gate
 
 KEY = b"authorization: Bearer secret\r\n"
 GET = b"GET /health HTTP/1.1\r\nhost: x\r\n" + KEY + b"\r\n"

@@ -25,8 +25,8 @@ from rillflow.errors import (
 from rillflow.types import Ack, FailTask
 from rillflow.types.route import get, post
 from rillflow.wire import Client, LoopThread, Service
-from rillflow.wire.common_routes import Common
 from rillflow.wire.protocol import HEAD_LIMIT
+from rillflow.wire.routing import Common
 
 FAIL = post("/fail", FailTask, Ack, "node", summary="Fail")
 NEWS = FailTask(task="t", attempt="a", node="n", cause="c", error="e")

@@ -12,7 +12,7 @@ from typing import Any
 
 from rillflow.dashboard.views.charts import Chart, Window, pictures
 from rillflow.dashboard.watched import WatchedRun
-from rillflow.dataflow.ledger.snapshot import Snapshot
+from rillflow.dataflow.ledger.database import Snapshot
 from rillflow.dataflow.ledger.streams import ELSEWHERE
 
 _FAILURES, _ENDS, _RETURNED = "failures.", "ended.", "returned."

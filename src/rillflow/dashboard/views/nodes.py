@@ -14,8 +14,8 @@ from rillflow.dashboard.views.charts import Line, Picture
 from rillflow.dashboard.watched import Live, WatchedRun
 from rillflow.dataflow.balance import SATED, STARVING
 from rillflow.dataflow.balance_ledger import read_balance
+from rillflow.dataflow.ledger.database import Snapshot
 from rillflow.dataflow.ledger.nodes import node_info
-from rillflow.dataflow.ledger.snapshot import Snapshot
 from rillflow.dataflow.ledger.tables import SUM, Node
 from rillflow.errors import RillflowError, RunError
 from rillflow.resources.workers import Worker
@@ -149,7 +149,7 @@ def _balance(run: WatchedRun, live: Live | None) -> dict[str, Any] | None:
         found = live.balance
     else:
         try:
-            found = read_balance(run.folder.ledger, run.first_policy)
+            found = read_balance(run.folder.ledgers, run.first_policy)
         except RunError:  # it has not begun
             return None
     return {"latest": msgspec.to_builtins(found.latest), "current": msgspec.to_builtins(found.current)}

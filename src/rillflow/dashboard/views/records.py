@@ -12,7 +12,7 @@ import numpy as np
 
 from rillflow.dashboard.readers import IDLE, Spans
 from rillflow.dashboard.watched import WatchedRun, tail
-from rillflow.dataflow.ledger.snapshot import Snapshot
+from rillflow.dataflow.ledger.database import Snapshot
 from rillflow.errors import BadRequest
 from rillflow.storage.spans import STATES
 

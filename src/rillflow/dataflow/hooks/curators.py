@@ -26,7 +26,7 @@ class Curriculum(KeyedState):
     """Easy prompts first: a prompt is played while its difficulty is at most a limit that rises with the versions.
 
     The difficulty is a number in the prompt's payload, or is learnt: 1 minus the mean reward of its latest group. A
-    prompt of unknown difficulty is played. Of a prompt it keeps the difficulty learnt, if it is above `start`.
+    prompt of unknown difficulty is played. A learnt difficulty is kept if it is above `start`.
     """
 
     @options
@@ -66,7 +66,7 @@ class Greso(KeyedState):
     episodes well) or hard. After the first full pass over the prompts p is steered, version by version, so that the
     share of groups without variance comes to a target.
 
-    Of a prompt it keeps (z, kind, draws), and nothing while it had variance ever since.
+    For a prompt it keeps (z, kind, draws), and nothing for a prompt that has always had variance.
     Every complete group is a round of its own, in the order in which groups end, however many of a prompt are in
     flight. A draw depends on the seed, the prompt and how many draws the prompt had before, on nothing else.
     """
@@ -200,8 +200,8 @@ class Solved(KeyedState):
 
     A prompt solved `times` in a row (mean reward at least `threshold`) is passed over for its next `rest` visits.
 
-    Then it is played once: solved again, it rests again; else it starts from the beginning. Of a prompt it keeps
-    (solved in a row, visits left to rest), and nothing where both are 0.
+    Then it is played once: solved again, it rests again; else it starts from the beginning. For a prompt it keeps
+    (solved in a row, visits left to rest), and nothing if both are 0.
     """
 
     @options
@@ -227,4 +227,4 @@ class Solved(KeyedState):
         self.put(key, [row, self._rest if rests else left])
 
     def on_version(self, version: int) -> None:
-        """What is solved does not depend on the number of the version."""
+        """Do nothing: whether a prompt is solved does not depend on the version."""

@@ -3,23 +3,23 @@
 Read `states` (the state machine), `schema` (what is stored) and `ledger` (the calls), then the chapters. Each table has
 one writer; other modules change it through that one's methods.
 
-    database     transactions, statements, counters
+    database     transactions, statements, counters; read-only snapshots
     tasks        tasks
-    attempts     ended_attempts
-    samples      samples
+    attempts     ended_attempts, and what follows from a completion
+    payload      samples, units, segments, quarantine
     groups       groups, tally, recent
-    shares       shares, share_tally, stage_shares, extras
+    shares       shares, share_tally, stage_shares, extras, and statistics of complete groups
     batches      batches, members
     stages       stage_batches
     versions     policies, former, orphans, steps
     evaluations  rounds, round_sources
     nodes        nodes, retired, user_errors
-    segments     units, segments, quarantine
 
 `playing` keeps the groups that are playing, and their tasks, in memory.
 
-These decide and write nothing themselves: `leasing` and `throttle` (which tasks a node gets), `streams` (what a trainer
-may get), `serving` (what it is sent), `steps` (what a commit leaves), `scoring` (rewards of groups), `lost_rows`,
-`course` (the phases of a run), `complete` (statistics of a complete group). `snapshot` is for readers outside of the
-service.
+These decide and write nothing themselves: `leasing` (which tasks a node gets), `streams` (what a trainer may get),
+`serving` (what it is sent), `steps` (what a commit leaves), `scoring` (rewards of groups), `lost_rows`, `course` (the
+phases of a run).
+
+A completed task goes through `service`, `ledger`, `tasks` and `attempts`; its last one settles the group in `groups`.
 """

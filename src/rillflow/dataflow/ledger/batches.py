@@ -2,8 +2,8 @@
 
 A batch is leased, renewed and committed by the attempt that holds it. A trainer holds one batch at a time: asking
 under a new attempt gives the earlier one up. A batch is served whole, or grows in parts as shares become ready; it
-is committed only when it is complete. Nothing older than the staleness bound is ever served; what a replayer serves
-again has its own bound, and stays trained.
+is committed only when it is complete. Nothing older than the staleness bound is ever served. Shares that a replayer
+serves again have their own bound, and stay trained.
 
 The only writer of batches and members.
 """
@@ -70,7 +70,7 @@ class Batches(Part):
     # ------------------------------------------------------------ serving
 
     def serve(self, ask: LeaseBatch, *, may_grow: bool, last: bool) -> Batch | None:
-        """What the asker does not have yet of its batch, or None when nothing is there.
+        """Return the part of its batch that the asker does not have yet, or None if nothing is ready.
 
         A batch is opened, and grows, only while it `may_grow`; when nothing more can come, the `last` one of a run
         may be smaller.

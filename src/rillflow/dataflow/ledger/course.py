@@ -1,4 +1,4 @@
-"""The course of a run: what follows from the present state, until it ends.
+"""The course of a run: its phases, admission of prompts, and its end. `Parts` makes the parts of a ledger for it.
 
 Phases: training -> finishing (enough steps of all policies, or no prompts left: the final evaluation) -> ended. A run
 that was stopped keeps what is outstanding, so that it can be resumed; a run that is done has nothing outstanding.
@@ -6,23 +6,35 @@ that was stopped keeps what is outstanding, so that it can be resumed; a run tha
 A run that reaches its target is finishing, too: it leases no batch and plays no evaluation any more, and ends when the
 batches that trainers work on have been committed or given back. It never ends with a step half done.
 
-One of several ledgers that has no prompts left trains on, with nothing, until none of them has any: a trainer tells it.
+One of several ledgers that has no prompts left trains on, with nothing, until none of them has any: a trainer reports
+it.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from rillflow.contracts import PromptSource
+from rillflow.dataflow.balance_ledger import Balances
 from rillflow.dataflow.hooks import Hooks
+from rillflow.dataflow.kept_episodes import KeptEpisodes
+from rillflow.dataflow.ledger.attempts import Attempts
+from rillflow.dataflow.ledger.batches import Batches
 from rillflow.dataflow.ledger.database import Base, Part
-from rillflow.dataflow.ledger.streams import ELSEWHERE, SKIPPED_IN_A_ROW
+from rillflow.dataflow.ledger.evaluations import Evaluations
+from rillflow.dataflow.ledger.groups import Groups
+from rillflow.dataflow.ledger.leasing import Leasing
+from rillflow.dataflow.ledger.lost_rows import LostRows
+from rillflow.dataflow.ledger.nodes import Nodes, UserErrors
+from rillflow.dataflow.ledger.payload import Samples, Storage
+from rillflow.dataflow.ledger.playing import Playing
+from rillflow.dataflow.ledger.scoring import Scoring
+from rillflow.dataflow.ledger.shares import Shares
+from rillflow.dataflow.ledger.stages import Stages
+from rillflow.dataflow.ledger.steps import Steps
+from rillflow.dataflow.ledger.streams import ELSEWHERE, SKIPPED_IN_A_ROW, Streams
 from rillflow.dataflow.ledger.tables import NEWEST, Share
-from rillflow.dataflow.ledger.tasks import FAILURES_IN_A_ROW
-from rillflow.types import DONE, GOOD_ENDS, OUT_OF_PROMPTS, TARGET_REACHED, JoinTrainer, Phase
-
-if TYPE_CHECKING:
-    from rillflow.dataflow.ledger.parts import Parts
+from rillflow.dataflow.ledger.tasks import FAILURES_IN_A_ROW, Tasks
+from rillflow.dataflow.ledger.versions import Lineage
+from rillflow.types import DONE, GOOD_ENDS, OUT_OF_PROMPTS, TARGET_REACHED, JoinTrainer, Lane, Phase
 
 TOO_MANY_FAILURES = "too many failures"
 _MOST_SKIPPED = 1000  # positions that one call of `admit` passes over: a strict curator blocks nothing
@@ -174,7 +186,7 @@ class Course(Part):
 
     @property
     def spent(self) -> bool:
-        """Whether all epochs have been admitted and all of it has ended."""
+        """True once all epochs have been admitted and all their groups have ended."""
         return self.exhausted and self._parts.groups.outstanding == 0
 
     @property
@@ -250,8 +262,7 @@ class Course(Part):
         return f"; the last {failed} episodes failed, the latest with {error[:_SHOWN]}"
 
     def _flat(self, policy: str, groups: int) -> str:
-        """Where group after group has nothing to tell apart, a batch may never fill: say which rewards they had since
-        the last step."""
+        """Describe the rewards since the last step if most groups had equal ones: then a batch may never fill."""
         query = "SELECT count(*), total(flat), min(at) FROM recent WHERE stream = ?"
         complete, flat, since = self._db.one(query, (policy,))
         if complete < _FLAT_AFTER * groups or flat < 0.8 * complete:
@@ -267,3 +278,70 @@ class Course(Part):
             return f"; all {rewards} rewards {window} were {round(reward, 4)} ({number} groups)"
         seen = ", ".join(f"{n} with {round(value, 4)}" for value, n, _ in same)
         return f"; {flat:.0f} of {complete} groups {window} had equal rewards: {seen}"
+
+
+# ---------------------------------------------------------------- all parts
+
+
+class Parts:
+    """The parts of a ledger, made in the order in which they depend on each other."""
+
+    def __init__(self, base: Base, hooks: Hooks, source: PromptSource, heldout: PromptSource | None) -> None:
+        sources: dict[Lane, PromptSource] = {"train": source}
+        if heldout is not None:
+            sources["eval"] = heldout
+        self.lineage = Lineage(base)
+        self.nodes = Nodes(base)
+        self.storage = Storage(base)
+        self.user_errors = UserErrors(base)
+        self.playing = Playing(base)
+        self.samples = Samples(base, self.storage, self.playing)
+        self.tasks = Tasks(
+            base,
+            lineage=self.lineage,
+            nodes=self.nodes,
+            storage=self.storage,
+            samples=self.samples,
+            playing=self.playing,
+            attempts=Attempts(base, self.playing),
+            errors=self.user_errors,
+        )
+        self.shares = Shares(base, self.samples, self.nodes, self.storage)
+        self.groups = Groups(
+            base,
+            hooks=hooks,
+            sources=sources,
+            lineage=self.lineage,
+            playing=self.playing,
+            tasks=self.tasks,
+            samples=self.samples,
+            shares=self.shares,
+        )
+        self.scoring = Scoring(base, self.groups, self.tasks)
+        self.streams = Streams(base, self.playing, self.groups, self.shares, self.lineage)
+        self.evaluations = Evaluations(base, self.groups, self.lineage, self.samples, heldout)
+        self.leasing = Leasing(
+            base,
+            groups=self.groups,
+            playing=self.playing,
+            tasks=self.tasks,
+            evaluations=self.evaluations,
+            lineage=self.lineage,
+            nodes=self.nodes,
+            streams=self.streams,
+        )
+        self.steps = Steps(base, self.groups, self.lineage, self.nodes)
+        self.batches = Batches(
+            base,
+            groups=self.groups,
+            shares=self.shares,
+            streams=self.streams,
+            lineage=self.lineage,
+            steps=self.steps,
+            hooks=hooks,
+        )
+        self.stages = Stages(base, self.lineage, self.shares, self.storage)
+        self.lost_rows = LostRows(base, self.groups, self.shares, self.batches, self.storage)
+        self.kept = KeptEpisodes(base, self.groups, self.lineage)
+        self.course = Course(base, hooks, source, self)
+        self.balances = Balances(base, base.rules.policy, base.rules.balance_every)

@@ -1,7 +1,7 @@
 """SQLite as the ledger uses it: transitions are applied at once, many of them share one durable commit.
 
 A transition runs inside `change()`: all of it is applied or nothing. What it changed is in the log after the next
-`write()`, and durable after the `sync()` that follows; whoever answers a caller waits for that. `sync()` may run in
+`write()`, and durable after the `sync()` that follows; a service answers its callers after that. `sync()` may run in
 another thread, so that transitions go on while the disk works. A change that breaks a constraint is rolled back alone
 and is a BadRequest; the others of the open transaction stay. When the disk refuses a write, the whole open transaction
 is rolled back, and `on_abandon` tells those who wait for it: nothing of it may be acknowledged.
@@ -10,6 +10,9 @@ The log is copied into the database's file by SQLite inside a commit, or, after 
 in another thread.
 
 Counters and tallies (`Totals`) are kept in memory and written once, at the end of a change.
+
+A `snapshot` is for readers outside of the service: read-only, one moment of the ledger, whether a service writes it or
+not. While it is open, the log is not copied: hold it for one look.
 """
 
 from __future__ import annotations
@@ -19,7 +22,7 @@ import logging
 import os
 import sqlite3
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -30,7 +33,7 @@ from rillflow.contracts import Clock
 from rillflow.dataflow.ledger.schema import FORMAT, TABLES
 from rillflow.dataflow.ledger.tables import Record
 from rillflow.dataflow.rules import Rules
-from rillflow.errors import BadRequest, CorruptData, DiskFault, DiskFull, RillflowError, StorageError
+from rillflow.errors import BadRequest, CorruptData, DiskFault, DiskFull, RillflowError, RunError, StorageError
 from rillflow.storage import fsync_folder
 
 log = logging.getLogger(__name__)
@@ -51,7 +54,7 @@ def storage_error(path: Path, error: sqlite3.Error) -> StorageError:
             f"no space left while writing {path}",
             "free some space and run `rillflow resume RUN`: nothing that was acknowledged is lost",
         )
-    if "malformed" in text or "not a database" in text:
+    if any(said in text for said in ("malformed", "not a database", "no such table")):
         return CorruptData(f"the ledger {path} is damaged: {text}", "restore the run folder from a copy")
     if getattr(error, "sqlite_errorcode", 0) & 0xFF in _MAY_PASS:
         return DiskFault(f"the ledger {path} cannot be written: {text}", "check the disk; nothing was acknowledged")
@@ -105,12 +108,7 @@ class Database:
     def _check_format(self) -> None:
         if not self.value("SELECT 1 FROM sqlite_master WHERE name = 'meta'"):
             return
-        found = self.meta("format", FORMAT)
-        if found != FORMAT:
-            raise CorruptData(
-                f"{self.path} has ledger format {found}, this version reads {FORMAT}",
-                "use the version of rillflow that wrote the run",
-            )
+        _check_format(self.path, str(self.meta("format", FORMAT)))
 
     # ------------------------------------------------------------ transactions
 
@@ -353,3 +351,45 @@ class Part:
         self._db = base.db
         self._rules = base.rules
         self._clock = base.clock
+
+
+# ---------------------------------------------------------------- readers outside of the service
+
+
+class Snapshot:
+    """A read-only connection, read like a `Database`."""
+
+    def __init__(self, connection: sqlite3.Connection) -> None:
+        connection.row_factory = sqlite3.Row
+        self.connection = connection
+
+    def all(self, query: str, values: Sequence[Value] = ()) -> list[sqlite3.Row]:
+        return self.connection.execute(query, values).fetchall()
+
+    def value(self, query: str, values: Sequence[Value] = ()) -> Any:
+        """The first column of the first row, or None."""
+        row = self.connection.execute(query, values).fetchone()
+        return None if row is None else row[0]
+
+
+@contextmanager
+def snapshot(path: Path) -> Iterator[Snapshot]:
+    """The ledger at `path` as it was last committed: all queries inside see the same moment."""
+    if not path.is_file():
+        raise RunError(f"there is no ledger {path}", "give the folder of a run that has been started")
+    try:
+        with closing(sqlite3.connect(f"{path.resolve().as_uri()}?mode=ro", uri=True)) as connection:
+            connection.execute("BEGIN")
+            reads = Snapshot(connection)
+            _check_format(path, reads.value("SELECT value FROM meta WHERE key = 'format'"))
+            yield reads
+    except sqlite3.Error as error:
+        raise storage_error(path, error) from error
+
+
+def _check_format(path: Path, found: str | None) -> None:
+    if found != str(FORMAT):
+        raise CorruptData(
+            f"{path} has ledger format {found or 'none'}, this version reads {FORMAT}",
+            "use the version of rillflow that wrote the run",
+        )

@@ -27,7 +27,7 @@ from statistics import fmean
 from rillflow.contracts import PromptSource
 from rillflow.dataflow.ledger.database import Base, Part
 from rillflow.dataflow.ledger.groups import Groups
-from rillflow.dataflow.ledger.samples import Samples
+from rillflow.dataflow.ledger.payload import Samples
 from rillflow.dataflow.ledger.tables import Round
 from rillflow.dataflow.ledger.versions import Lineage
 from rillflow.types import Evaluation

@@ -15,12 +15,11 @@ from statistics import fmean
 
 from rillflow.contracts import PromptSource
 from rillflow.dataflow.hooks import Hooks
-from rillflow.dataflow.ledger.complete import CompleteGroup, Episode, episodes_of, statistics_of
 from rillflow.dataflow.ledger.database import Base, Part
+from rillflow.dataflow.ledger.payload import Samples
 from rillflow.dataflow.ledger.playing import Playing, PlayingGroup
-from rillflow.dataflow.ledger.samples import Samples
 from rillflow.dataflow.ledger.serving import alike
-from rillflow.dataflow.ledger.shares import Key, Shares
+from rillflow.dataflow.ledger.shares import CompleteGroup, Episode, Key, Shares, episodes_of, statistics_of
 from rillflow.dataflow.ledger.states import MACHINES
 from rillflow.dataflow.ledger.tables import Group, Share
 from rillflow.dataflow.ledger.tasks import Tasks
@@ -259,7 +258,7 @@ class Groups(Part):
 
     def take_recent(self, stream: str, batch: str) -> tuple[float, float]:
         """Return the mean reward, and the share without variance, of the groups that became complete since the last
-        step. Where none did (a batch served again after a rollback), the batch's own groups speak."""
+        step. If none did (a batch served again after a rollback), return those of the batch's own groups."""
         row = self._db.one("SELECT avg(reward), avg(flat) FROM recent WHERE stream = ?", (stream,))
         if row[0] is None:
             row = self._db.one(
@@ -322,7 +321,7 @@ class Groups(Part):
         return self.rerun(group, places, cause)
 
     def rerun_dead(self, producer: str, low: int, high: int) -> int:
-        """Do so in all groups, after these versions have died. What can no longer be played again expires."""
+        """Do so in all groups, after these versions have died. Groups that cannot be played again expire."""
         rerun = 0
         for group in self._with_versions(producer, low, high):
             if self._shares.untouched(group):

@@ -14,9 +14,9 @@ from typing import Any
 
 from rillflow.contracts import Clock, PromptSource, SystemClock
 from rillflow.dataflow.hooks import Hooks
-from rillflow.dataflow.hooks.beside import Beside
+from rillflow.dataflow.hooks.running import Beside
+from rillflow.dataflow.ledger.course import Parts
 from rillflow.dataflow.ledger.database import Base, Database
-from rillflow.dataflow.ledger.parts import Parts
 from rillflow.dataflow.ledger.schema import FORMAT
 from rillflow.dataflow.ledger.scoring import UnscoredGroup
 from rillflow.dataflow.ledger.tables import NEWEST

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from rillflow.dataflow.ledger.batches import Batches
 from rillflow.dataflow.ledger.database import Base, Part
 from rillflow.dataflow.ledger.groups import Groups
-from rillflow.dataflow.ledger.segments import Storage
+from rillflow.dataflow.ledger.payload import Storage
 from rillflow.dataflow.ledger.shares import Key, Shares
 from rillflow.dataflow.ledger.tables import Extra, Sample, Share
 from rillflow.types import Row

@@ -1,9 +1,9 @@
 """Rollout nodes as the ledger knows them, and the errors of user code that they report.
 
-Nodes: when each was heard of, what it serves, what it made, whether it leaves. A node that leaves gets no more tasks,
-and what it hands back counts against nobody. A process that comes under the name of one that has left is a new node.
-The last nodes that have gone are kept; all others that have gone and hold nothing are summed up in one row, so that
-neither a lease nor a report costs more the more nodes have come and gone.
+A row says when a node last called, which versions it serves, how much it has produced and whether it leaves. A node
+that leaves gets no more tasks, and the tasks that it returns use up no attempt. A process that comes under the name of
+one that has left is a new node. The last nodes that have gone are kept; all others that have gone and hold nothing are
+summed up in one row, so that neither a lease nor a report costs more the more nodes have come and gone.
 
 The only writer of nodes, retired and user_errors.
 """
@@ -16,12 +16,12 @@ from collections.abc import Mapping, Sequence
 
 from rillflow.dataflow.ledger.database import Part
 from rillflow.dataflow.ledger.tables import SUM, Node
-from rillflow.dataflow.ledger.throttle import DECAY
 from rillflow.errors import BadRequest
 from rillflow.types import Heartbeat, NodeInfo, UserError
 
 _PACE = 0.8  # of the mean seconds that is kept at every success
 _LONGEST = 1e9  # seconds; whatever a node says, the mean stays a number
+_DECAY = 0.95  # of what is remembered at every ending: about the last 20 count
 _SHORTEST = 1e-3  # seconds; bounds the speed of a node
 _RATE_SECONDS = 30.0  # over which samples a second are counted, roughly
 _GONE_SHOWN = 3600.0  # seconds that a node which is gone is listed
@@ -166,9 +166,9 @@ class Nodes(Part):
         pace, first, made, busy, weight = 0.0, took[0], 0.0, 0.0, 0.0
         for seconds, (_, samples) in zip(took, ends, strict=True):
             pace, first = pace * _PACE + (1 - _PACE) * seconds, first * _PACE + (1 - _PACE) * seconds
-            made, busy = made * DECAY + samples, busy * DECAY + max(seconds, _SHORTEST)
-            weight = weight * DECAY + 1
-        decay = DECAY**number
+            made, busy = made * _DECAY + samples, busy * _DECAY + max(seconds, _SHORTEST)
+            weight = weight * _DECAY + 1
+        decay = _DECAY**number
         self._db.run(
             "UPDATE nodes SET held = held - ?, held_eval = held_eval - ?, ends = ends * ? + ?, "
             "bad_ends = bad_ends * ?, bad_row = 0, pace = CASE WHEN pace IS NULL THEN ? ELSE pace * ? + ? END, "
@@ -188,7 +188,7 @@ class Nodes(Part):
             "UPDATE nodes SET held = held - 1, held_eval = held_eval - ?, ends = ends * ? + 1, "
             "bad_ends = bad_ends * ? + 1, bad_row = bad_row + 1, ended_at = ?, failed = failed + 1, "
             "produced = produced + ? WHERE name = ?",
-            (not train, DECAY, DECAY, self._clock.now(), samples if train else 0, node),
+            (not train, _DECAY, _DECAY, self._clock.now(), samples if train else 0, node),
         )
 
     def returned(self, node: str, lane: str, samples: int = 0, *, stale: bool = False) -> None:

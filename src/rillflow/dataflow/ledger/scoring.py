@@ -13,7 +13,7 @@ import json
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
-from rillflow.dataflow.ledger.completions import LARGEST_REWARD
+from rillflow.dataflow.ledger.attempts import LARGEST_REWARD
 from rillflow.dataflow.ledger.database import Base, Part
 from rillflow.dataflow.ledger.groups import Groups
 from rillflow.dataflow.ledger.tasks import FAILURES_IN_A_ROW, Tasks

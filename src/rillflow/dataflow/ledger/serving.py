@@ -1,4 +1,4 @@
-"""What a trainer or a stage is told of its shares: their samples by reference, in the order of the members.
+"""The samples of a batch as a trainer or a stage gets them: by reference, in the order of the members.
 
 A rank's part is a pure function of the batch's members: every part of the batch is balanced over the ranks by tokens,
 on top of the parts before it. Asking again gives the same.

@@ -1,8 +1,9 @@
 """Shares: the samples of a complete group for one stream. Every move keeps the tally by stream, state and cause exact.
 
-The rows of a share that is `held` may still be asked for. It lets go of them when it has ended for good; they are
-released when no share of the same group and producer holds them any more. `todo` counts the stages that have not
-handled the share: `stage_shares` says which have it, or have handled it, and `extras` are the rows that they added.
+The statistics of a complete group are taken over its episodes. The rows of a share that is `held` may still be asked
+for. It gives them up when it has ended and cannot be rolled back; they are released when no share of the same group and
+producer holds them any more. `todo` counts the stages that have not handled the share: `stage_shares` says which have
+it, or have handled it, and `extras` are the rows that they added.
 
 The only writer of shares, share_tally, stage_shares and extras.
 """
@@ -10,28 +11,96 @@ The only writer of shares, share_tally, stage_shares and extras.
 from __future__ import annotations
 
 import json
+import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from rillflow.dataflow.ledger.database import Base, Part
+from rillflow.dataflow.ledger.database import Base, Database, Part
 from rillflow.dataflow.ledger.nodes import Nodes
-from rillflow.dataflow.ledger.samples import Samples
-from rillflow.dataflow.ledger.segments import Storage
+from rillflow.dataflow.ledger.payload import Samples, Storage
+from rillflow.dataflow.ledger.serving import spread
 from rillflow.dataflow.ledger.states import MACHINES
-from rillflow.dataflow.ledger.tables import Extra, Share, StageBatch
-from rillflow.types import SampleColumns
+from rillflow.dataflow.ledger.tables import Extra, Record, Share, StageBatch
+from rillflow.types import Prompt, SampleColumns
 
-Key = tuple[str, str, str]  # group, producer, stream
-SampleKey = tuple[str, str, int, int]  # group, producer, place, n
-ENTERED = "samples.entered"  # the counter of samples that passed the filters
-_KEY = "grp = ? AND producer = ? AND stream = ?"
-_SHARE = f"SELECT {Share.columns()} FROM shares"
-_SERVED = (
-    "UPDATE shares SET served = served + ? FROM members m WHERE m.batch = ? AND shares.grp = m.grp "
-    "AND shares.producer = m.producer AND shares.stream = ?"
+# ---------------------------------------------------------------- complete groups
+
+
+@dataclass(frozen=True)
+class CompleteGroup:
+    """A complete group, as hooks see it: the episodes in which `policy` has trained tokens, in their places' order."""
+
+    id: str
+    prompt: Prompt
+    policy: str
+    rewards: Sequence[float]
+    lengths: Sequence[int]
+    truncated: Sequence[bool]
+    staleness: int
+    alike: Sequence[Sequence[float]] = ()  # rewards of what is compared, where that is not all of `rewards`
+
+    @property
+    def flat(self) -> bool:
+        several = self._several()
+        return bool(several) and all(min(rewards) == max(rewards) for rewards in several)
+
+    @property
+    def deviation(self) -> float:
+        return max((spread(rewards)[1] for rewards in self._several()), default=math.inf)
+
+    def _several(self) -> list[Sequence[float]]:
+        return [rewards for rewards in (self.alike or [self.rewards]) if len(rewards) > 1]
+
+
+class Episode(Record, frozen=True):
+    """The samples with trained tokens of one policy in one task, or a single one of them."""
+
+    policy: str
+    place: int
+    trained: int
+    truncated: int
+    reward: float
+    oldest: int
+    newest: int
+    tokens: int
+    live: int
+    samples: int = 1
+
+    @classmethod
+    def of(cls, samples: Sequence[Episode]) -> Episode:
+        """Return the episode of one task that has these samples."""
+        if len(samples) == 1:
+            return samples[0]
+        return cls(
+            samples[0].policy,
+            samples[0].place,
+            trained=sum(sample.trained for sample in samples),
+            truncated=max(sample.truncated for sample in samples),
+            reward=sum(sample.reward for sample in samples) / len(samples),
+            oldest=min(sample.oldest for sample in samples),
+            newest=max(sample.newest for sample in samples),
+            tokens=sum(sample.tokens for sample in samples),
+            live=min(sample.live for sample in samples),
+            samples=len(samples),
+        )
+
+
+_SAMPLES = (
+    "SELECT policy, place, trained, truncated, reward, oldest, newest, tokens, live FROM samples "
+    "WHERE grp = ? AND trained > 0 ORDER BY place, n"
 )
-_ENDED = MACHINES["shares"].ends
+
+
+def episodes_of(db: Database, group: str) -> dict[str, list[Episode]]:
+    """Return the episodes of a group by the policy that has sampled them, in the order of their places."""
+    samples: dict[tuple[str, int], list[Episode]] = {}
+    for sample in db.rows(Episode, _SAMPLES, (group,)):
+        samples.setdefault((sample.policy, sample.place), []).append(sample)
+    episodes: dict[str, list[Episode]] = {}
+    for (policy, _), found in samples.items():
+        episodes.setdefault(policy, []).append(Episode.of(found))
+    return episodes
 
 
 @dataclass(frozen=True)
@@ -45,6 +114,34 @@ class Statistics:
     size: int
     samples: int
     tokens: int
+
+
+def statistics_of(episodes: Sequence[Episode]) -> Statistics:
+    rewards = [episode.reward for episode in episodes]
+    mean, std = spread(rewards)
+    return Statistics(
+        oldest=min(episode.oldest for episode in episodes),
+        newest=max(episode.newest for episode in episodes),
+        mean=mean,
+        std=std,
+        size=len(rewards),
+        samples=sum(episode.samples for episode in episodes),
+        tokens=sum(episode.tokens for episode in episodes),
+    )
+
+
+# ---------------------------------------------------------------- shares
+
+Key = tuple[str, str, str]  # group, producer, stream
+SampleKey = tuple[str, str, int, int]  # group, producer, place, n
+ENTERED = "samples.entered"  # the counter of samples that passed the filters
+_KEY = "grp = ? AND producer = ? AND stream = ?"
+_SHARE = f"SELECT {Share.columns()} FROM shares"
+_SERVED = (
+    "UPDATE shares SET served = served + ? FROM members m WHERE m.batch = ? AND shares.grp = m.grp "
+    "AND shares.producer = m.producer AND shares.stream = ?"
+)
+_ENDED = MACHINES["shares"].ends
 
 
 class Shares(Part):

@@ -9,7 +9,7 @@ The only writer of stage_batches.
 from __future__ import annotations
 
 from rillflow.dataflow.ledger.database import Base, Part
-from rillflow.dataflow.ledger.segments import Storage
+from rillflow.dataflow.ledger.payload import Storage
 from rillflow.dataflow.ledger.serving import served, stage_rows
 from rillflow.dataflow.ledger.shares import SampleKey, Shares
 from rillflow.dataflow.ledger.tables import StageBatch

@@ -86,9 +86,7 @@ MACHINES: dict[str, Machine] = {
             Move("leased", "the batch is committed", "trained"),
             Move("leased", "the batch is released", "ready"),
             Move("trained", "its version is rolled back", "ready", ("rolled_back",)),
-            Move(
-                "ready", "it is too old, too much or lost", "expired", (*_AGAIN, "surplus", "policy_done", "run_ended")
-            ),
+            Move("ready", "it is too old, too much or lost", "expired", (*_AGAIN, *_UNWANTED)),
             Move("ready", "tasks of its group are played again", REMOVED, _AGAIN),
         ),
         ends=("trained", "filtered", "expired", "failed"),
@@ -105,12 +103,8 @@ MACHINES: dict[str, Machine] = {
             Move(
                 "leased", "the last attempt fails, or too many leases are lost", "failed", ("the node's cause", *_LOST)
             ),
-            Move(
-                "leased", "its group ends early", "cancelled", ("group_deadline", "run_ended", "stale", "rolled_back")
-            ),
-            Move(
-                "pending", "its group ends early", "cancelled", ("group_deadline", "run_ended", "stale", "rolled_back")
-            ),
+            Move("leased", "its group ends early", "cancelled", _EARLY),
+            Move("pending", "its group ends early", "cancelled", _EARLY),
             Move("done", "it is played again", "pending", _AGAIN),
             Move("done", "its group's reward fails", "failed", ("reward_error",)),
         ),

@@ -1,4 +1,4 @@
-"""Steps: what a commit leaves, for people and for the balance between the sides. Writes no table itself."""
+"""Steps: the row and the line of metrics of a committed step. Writes no table itself: `versions` does."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ class Steps(Part):
     def counters(self) -> dict[str, int]:
         """Return the groups by state and cause, and everything else that is counted, by name.
 
-        What waits for a trainer is counted under the first policy's stream, and with its name for every other.
+        Shares that wait for a trainer are counted for the first policy's stream, and with its name for every other.
         """
         counts: dict[str, int] = {}
         self._db.write_totals()

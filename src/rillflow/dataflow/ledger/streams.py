@@ -1,9 +1,10 @@
 """Streams: which shares a policy's trainer may get now, and how many groups may be on their way to it.
 
-Admission is open while any policy that has steps to do has room, so a slow trainer does not stop a fast one; what is
-too much for the slow one expires, the earliest deadline first. Nothing beyond a stream's staleness bound stays open.
+Admission is open while any policy that has steps to do has room, so a slow trainer does not stop a fast one. Shares
+that are too many for the slow one expire, the earliest deadline first. Nothing beyond a stream's staleness bound stays
+open.
 
-Writes no table: what it decides is carried out by `groups` and `shares`.
+Writes no table: `groups` and `shares` carry out its decisions.
 """
 
 from __future__ import annotations
@@ -69,11 +70,12 @@ class Streams(Part):
         return max((self._window_end(name, versions) for name in self._lineage.unfinished()), default=NEWEST)
 
     def _window_end(self, stream: str, versions: Mapping[str, int]) -> int:
-        """What is played with weights that are some versions behind has to be trained so many steps sooner.
+        """Return the position before which a group may be played with these versions, so that it is not too old when it
+        is trained.
 
-        A batch is a version, so what has n batches of groups ahead of it is n versions older when its turn comes,
-        however long they take. What would be too old then is not played: it waits for newer weights, and others'
-        answers come sooner.
+        A batch is a version: a group that has n batches of groups ahead of it is n versions older when its turn comes,
+        however long they take. A group that would be too old then waits for newer weights, and earlier groups end
+        sooner.
         """
         rules, heads = self._rules.policies[stream], self._lineage.heads
         behind = max((heads[name] - versions.get(name, heads[name]) for name in rules.producers), default=0)
@@ -165,10 +167,10 @@ class Streams(Part):
     # ------------------------------------------------------------ refusing
 
     def refuse_stale(self, stream: str, *, between_steps: bool) -> None:
-        """Nothing beyond the stream's bound stays open: it expires; on-policy, the tasks are played again.
+        """Expire the shares that are older than the stream's bound; on-policy, play their tasks again.
 
-        While the stream's own trainer is `between_steps`, it has published nothing that it has not committed: what a
-        later version of its policy sampled, died. At any other time such a version may be committed in a moment.
+        While the stream's own trainer is `between_steps`, all versions that it has published are committed: samples of
+        a later version of its policy died with it. At any other time such a version may be committed in a moment.
         """
         rules, heads = self._rules.policies[stream], self._lineage.heads
         for share in self._refusable(stream, rules):

@@ -2,7 +2,7 @@
 
 Invariants: a task is leased to at most one attempt; news from an attempt that does not hold its task changes nothing of
 it. Many completions come together and each is taken or refused as if it had come alone, in the order in which they
-came (`completions` judges them); those that are taken are written with one statement for each table. A task that ends
+came (`Judge` decides about them); those that are taken are written with one statement for each table. A task that ends
 may complete its group: methods that end tasks return the groups, and the ledger settles them.
 
 The only writer of tasks. `playing` has those of groups that are playing in memory: each change is made to both.
@@ -18,13 +18,11 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from rillflow.dataflow.ledger.attempts import Attempts
-from rillflow.dataflow.ledger.completions import Judge, Verdict, without_repeats
+from rillflow.dataflow.ledger.attempts import Attempts, Judge, Verdict, without_repeats
 from rillflow.dataflow.ledger.database import Base, Part
 from rillflow.dataflow.ledger.nodes import Nodes, UserErrors
+from rillflow.dataflow.ledger.payload import Samples, Storage
 from rillflow.dataflow.ledger.playing import Playing, PlayingGroup
-from rillflow.dataflow.ledger.samples import Samples
-from rillflow.dataflow.ledger.segments import Storage
 from rillflow.dataflow.ledger.tables import Attempt, Policy, Task
 from rillflow.dataflow.ledger.versions import Lineage
 from rillflow.dataflow.rules import derive_seed

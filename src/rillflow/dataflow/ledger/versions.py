@@ -1,7 +1,7 @@
 """The lines of weights that live: which versions of each policy were committed, which died with their trainer.
 
 Version numbers are never used twice. The versions of a live line rise, with gaps where others died: a version inside
-one of the `orphans` ranges is dead for good, and every later version is above all of them. A number that the line has
+one of the `orphans` ranges stays dead, and every later version is above all of them. A number that the line has
 passed over was published, perhaps, but never committed: it is dead, too.
 
 The only writer of policies, former, orphans and steps.

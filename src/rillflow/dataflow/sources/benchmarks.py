@@ -1,7 +1,7 @@
 """Public benchmarks as prompts: one table, a row for each. Their files are read where they are, never copied.
 
 A payload has `question`, the prompt in our words; `problem`, the bare question, which leakage checks compare; `answer`,
-what is right; and `benchmark`, the name by which a reward is chosen. Code benchmarks keep the keys of their tests.
+the right answer; and `benchmark`, the name by which a reward is chosen. Code benchmarks keep the keys of their tests.
 """
 
 from __future__ import annotations
@@ -47,9 +47,9 @@ READ = "Read these paragraphs.\n\n{paragraphs}\n\n" + SHORT
 
 @dataclass(frozen=True)
 class Benchmark:
-    """`convert` gives the keys of a payload that the row has in it, or None for a row that is left out. `max_tokens` is
-    what an answer may take where nobody says otherwise; `kind` is how two answers are told to be the same. Of the
-    file's rows the first of each `every` is asked."""
+    """A benchmark. `convert` returns the keys of a payload that a row has, or None for a row that is left out.
+    `max_tokens` is the default length of an answer; `kind` decides how two answers are compared. One row of every
+    `every` rows is used."""
 
     file: str
     convert: Convert

@@ -1,7 +1,7 @@
 """A task family of reasoning-gym. A payload is the entry (question, answer, metadata) and its `source_dataset`.
 
-Some families draw from Python sets, whose order is another one in every process. So the entries are made by a process
-of their own with a fixed hash seed (`gym_entries`): a resumed run gets the same ones.
+Some families draw from Python sets, whose order differs between processes. So the entries are made by a process of
+their own with a fixed hash seed (`write_entries`): a resumed run gets the same ones.
 """
 
 from __future__ import annotations
@@ -11,18 +11,19 @@ import os
 import subprocess
 import sys
 import tempfile
+from itertools import islice
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 import msgspec
 
 from rillflow.config import SourceConfig
 from rillflow.dataflow.sources.readers import index_lines
-from rillflow.dataflow.sources.rows import Rows, missing_package
-from rillflow.errors import ConfigError, DataError
+from rillflow.dataflow.sources.rows import Rows, missing_package, optional_package, plain
+from rillflow.errors import ConfigError, DataError, did_you_mean
 
 _PATIENCE = 120.0  # seconds without a new entry
-_PROGRAM = "rillflow.dataflow.sources.gym_entries"
+_PROGRAM = f"import sys; from {__name__} import write_entries; write_entries(*sys.argv[1:])"
 
 
 def open_reasoning_gym(config: SourceConfig) -> Rows:
@@ -46,7 +47,7 @@ def open_reasoning_gym(config: SourceConfig) -> Rows:
 def _make(name: str, order: str, lines: Path) -> None:
     """Let the program write the entries to `lines`."""
     environment = os.environ | {"PYTHONHASHSEED": "0"}
-    command = [sys.executable, "-m", _PROGRAM, order, str(lines)]
+    command = [sys.executable, "-c", _PROGRAM, order, str(lines)]
     with (
         tempfile.TemporaryFile() as complaints,
         subprocess.Popen(command, env=environment, stdout=complaints, stderr=complaints) as process,
@@ -81,3 +82,27 @@ def _failed(name: str, complaints: IO[bytes]) -> DataError:
         f"the reasoning-gym dataset {name} cannot be made: {said[-1]}",
         "check data.*.reasoning_gym and data.*.arguments, which are those of reasoning_gym.create_dataset",
     )
+
+
+# ---------------------------------------------------------------- the process that makes the entries
+
+
+def write_entries(order: str, lines: str) -> None:
+    """Write the entries of a dataset to the file `lines`, one JSON object a line. `order` has its name, arguments and
+    most entries, as JSON."""
+    name, arguments, limit = msgspec.json.decode(order, type=tuple[str, dict[str, Any], int | None])
+    encoder = msgspec.json.Encoder()
+    with Path(lines).open("wb") as file:
+        for number, entry in enumerate(islice(_create(name, arguments), limit), start=1):
+            source = entry["metadata"].get("source_dataset", name)  # a composite's entries are of several
+            payload = plain({**entry, "source_dataset": source}, f"{name}: entry {number}")
+            file.write(encoder.encode(payload) + b"\n")
+            file.flush()
+
+
+def _create(name: str, arguments: dict[str, Any]) -> Any:
+    gym = optional_package("reasoning_gym", "reasoning-gym")
+    known = sorted(gym.factory.DATASETS)
+    if name not in known:
+        raise ValueError(f"there is no {name!r} among {len(known)} datasets. {did_you_mean(name, known)}".rstrip())
+    return gym.create_dataset(name, **arguments)

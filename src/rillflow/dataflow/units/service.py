@@ -15,17 +15,21 @@ from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
+from pathlib import Path
 from typing import Protocol, TypeVar, runtime_checkable
 
 import msgspec
 
-from rillflow.clients.grouping import GroupedPuts
+from rillflow.clients.units import GroupedPuts
+from rillflow.config import Recipe
 from rillflow.contracts import Clock, StorageUnit, SystemClock
-from rillflow.errors import BadRequest, RillflowError
+from rillflow.dataflow.units.files import FileUnit
+from rillflow.dataflow.units.redis import RedisUnit
+from rillflow.errors import BadRequest, RillflowError, RunError
 from rillflow.types import GetRows, PutRows, RowsGot, RowsPut, UnitBeat, UnitBeatReply, UnitInfo
 from rillflow.types.route import BYTES
-from rillflow.types.routes import StorageUnits
-from rillflow.wire import Service
+from rillflow.types.routes import Dataflow, StorageUnits
+from rillflow.wire import Client, Service
 from rillflow.wire.messages import Request, Response
 from rillflow.wire.tokens import Keyring
 
@@ -179,3 +183,61 @@ class UnitService(Service):
         except RillflowError as error:
             log.error("segments %s could not be dropped: %s", segments, error)
             return []
+
+
+# ---------------------------------------------------------------- the process
+
+UNITS = "units"
+_GONE = 5.0  # seconds without an answer of the service of a run that has ended
+
+
+def open_unit(recipe: Recipe, folder: Path, name: str) -> ServedUnit:
+    """The unit `name` of the run in `folder`, new or as it was left."""
+    wanted = recipe.dataflow.units
+    if wanted.kind == "redis":
+        return RedisUnit(wanted.redis, folder.resolve().name, name, durability=wanted.durability)
+    return FileUnit(folder / UNITS / name, name, segment_bytes=wanted.segment_bytes, durability=wanted.durability)
+
+
+async def serve_unit(
+    recipe: Recipe,
+    folder: Path,
+    name: str,
+    token: str,
+    dataflow_url: str,
+    *,
+    keyring: Keyring | None = None,
+    host: str = "127.0.0.1",
+    port: int = 0,
+    on_ready: Callable[[str], None] = lambda url: None,
+    patience: float | None = None,
+) -> None:
+    """Serve until cancelled; `on_ready` gets the URL. `token` is the unit's, with which it calls the dataflow service;
+    the `keyring` decides who may call it (default: `token` is the run's own). An unsupervised unit has a `patience`: it
+    ends with the run's service, and with a RunError after that many seconds without an answer."""
+    unit = await asyncio.to_thread(open_unit, recipe, folder, name)
+    dataflow = Client(dataflow_url, token, peer="dataflow")
+    clock = asyncio.get_running_loop().time
+    heard, ended = clock(), False
+
+    async def beat(news: UnitBeat) -> UnitBeatReply:
+        nonlocal heard, ended
+        reply = await dataflow.call(Dataflow.unit_beat, news, BEAT_DEADLINE)
+        heard, ended = clock(), reply.ended
+        return reply
+
+    try:
+        service = UnitService(unit, keyring or token, beat)
+        try:
+            on_ready(await service.start(host, port))
+            while patience is None or clock() - heard < (_GONE if ended else patience):  # noqa: ASYNC110
+                await asyncio.sleep(BEAT_SECONDS)
+            if not ended:
+                raise RunError(
+                    f"the run's service has not answered for {patience:.0f} s", "is the run over, or its host gone?"
+                )
+        finally:
+            await service.stop()
+    finally:
+        await dataflow.close()
+        unit.close()

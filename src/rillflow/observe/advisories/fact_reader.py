@@ -98,8 +98,8 @@ class FactReader:
             return otherwise
 
     def _read_ledger(self) -> LedgerFacts:
-        path = self._folder.ledger
-        return read_ledger_facts(path) if path.is_file() else LedgerFacts()
+        paths = self._folder.ledgers if self._folder.ledger.is_file() else []
+        return read_ledger_facts([path for path in paths if path.is_file()])
 
     def _read_settings(self) -> Settings:
         """Return what advice needs of the recipe, which does not change while a run goes on."""

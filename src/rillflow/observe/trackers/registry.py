@@ -164,7 +164,7 @@ class Trackers:
             for name in chosen(recipe.observe.trackers)
         ]
         if (spans := _spans_of(recipe)) is not None:
-            self._feeds.append(SpanExport(spans.endpoint, folder.root, folder.ledger))
+            self._feeds.append(SpanExport(spans.endpoint, folder.root, folder.ledgers))
         self._started = False
 
     def start(self) -> None:

@@ -15,7 +15,6 @@ from dataclasses import dataclass
 
 from rillflow.config.resources import ScalingConfig
 from rillflow.contracts import Clock, Executor, SystemClock
-from rillflow.dataflow.balance import Balance, Report
 from rillflow.errors import RillflowError, RunError, StorageError
 from rillflow.resources.maintainer.pool import (
     REMEMBERED,
@@ -31,6 +30,7 @@ from rillflow.resources.maintainer.pool import (
 )
 from rillflow.resources.maintainer.state import Action, Asked, Book, Line, State
 from rillflow.resources.maintainer.upkeep import MARGIN, MOST_FAILURES, Look, NoWorkers, Run, Upkeep, Workers
+from rillflow.types.balance import Balance, Report
 
 log = logging.getLogger(__name__)
 

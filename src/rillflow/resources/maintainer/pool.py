@@ -18,9 +18,10 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from rillflow.dataflow.balance import STARVING, Branch, NodeReport, Report, decide
+from rillflow.dataflow.balance import STARVING, decide
 from rillflow.resources.maintainer.state import State
 from rillflow.types import NodeInfo
+from rillflow.types.balance import Branch, NodeReport, Report
 
 # own: the executor's; run: a worker of the run that may be taken away; other: hosted by a trainer, or started by hand
 Kind = Literal["own", "run", "other"]

@@ -16,13 +16,14 @@ import msgspec
 from rillflow.clients.dataflow import DataflowClient
 from rillflow.config.resources import ScalingConfig, Tag
 from rillflow.contracts import Clock, Executor
-from rillflow.dataflow.balance import Balance, Report
+from rillflow.dataflow.balance import joined
 from rillflow.errors import BadRequest, RunError, WireError
 from rillflow.resources.maintainer.pool import Member, members, size
 from rillflow.resources.maintainer.state import Action, Asked, Book, Line, Own, State
 from rillflow.resources.placement import node_of
 from rillflow.resources.workers import Worker, WorkersFile
 from rillflow.types import NodeInfo, RetireNode
+from rillflow.types.balance import Balance, Report
 
 log = logging.getLogger(__name__)
 
@@ -300,12 +301,7 @@ class ServiceRun:
         return (await self._client.status(_DEADLINE)).phase == "ended"
 
     async def balance(self) -> Balance:
-        try:
-            return msgspec.convert(await self._client.balance(_DEADLINE), Balance)
-        except msgspec.ValidationError as error:
-            raise WireError(
-                f"the balance report cannot be read: {error}", "use the same version of rillflow as the run"
-            ) from error
+        return joined((await self._client.balance(_DEADLINE)).ledgers)
 
     async def nodes(self) -> list[NodeInfo]:
         return (await self._client.nodes(_DEADLINE)).nodes

@@ -1,7 +1,7 @@
 """Writes trajectories into one SQLite file that stays within bounds, whatever a run does.
 
 Invariants: a kind never has more trajectories than its bound, and the file's pages never hold more bytes than asked
-for; each trajectory is there whole or not at all, after kill -9 too; a writer that is refused by the disk leaves the
+for; each trajectory is kept whole or not at all, after kill -9 too; a writer that is refused by the disk leaves the
 file as it was. Trajectories are removed so that the rest stays spread over the run: the newest quarter of a kind stays
 whole, and of the older ones the one with the closest neighbours in time goes first, the oldest of equals.
 """

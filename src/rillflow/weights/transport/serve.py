@@ -34,9 +34,8 @@ from rillflow.types.route import BYTES, JSON, raw
 from rillflow.weights.manifest import HEAD, folder_name
 from rillflow.weights.sealed import MANIFEST
 from rillflow.wire import Service
-from rillflow.wire.gate import Gate
 from rillflow.wire.messages import Request, Response, Send, Stream
-from rillflow.wire.routing import NotFound
+from rillflow.wire.routing import Gate, NotFound
 from rillflow.wire.tokens import Keyring
 
 

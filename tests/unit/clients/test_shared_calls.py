@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import pytest
 
 from rillflow.batching import MOST
-from rillflow.clients.coalesce import UNDER_WAY, Coalesced
+from rillflow.clients.dataflow import UNDER_WAY, Coalesced
 from rillflow.errors import BadRequest, DeadlineExceeded, RillflowError, Unavailable, WireError
 
 

@@ -1,4 +1,4 @@
-"""An engine's turn, seen from the engine: its waits are bounded, and it gives the turn back."""
+"""How an engine announces changes of its weights: waits are bounded, turns given back, downloads renewed."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ import asyncio
 
 import pytest
 
-from rillflow.clients import turns
-from rillflow.clients.turns import EngineTurn
-from rillflow.errors import DeadlineExceeded, RillflowError
-from rillflow.types import AskTurn, TurnReply
+from rillflow.clients import weight_updates
+from rillflow.clients.weight_updates import EngineTurn, FetchWord
+from rillflow.errors import DeadlineExceeded, RillflowError, Unavailable
+from rillflow.types import Ack, AskTurn, TellFetch, TurnReply
 
 
 class Book:
@@ -70,7 +70,7 @@ async def test_it_goes_ahead_when_others_are_first_for_too_long() -> None:
     book = Book()
     async with turn(book)():
         pass
-    assert book.time == turns.LONGEST
+    assert book.time == weight_updates.LONGEST
     assert not any(book.done)
 
 
@@ -82,10 +82,39 @@ async def test_that_it_cannot_say_that_it_is_done_hurts_nobody() -> None:
 
 
 async def test_a_long_change_keeps_its_turn(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(turns, "_RENEW", 0.001)
+    monkeypatch.setattr(weight_updates, "_RENEW_TURN", 0.001)
     book = Book(True, True, DeadlineExceeded("once not"), True)
     async with turn(book)(), asyncio.timeout(20):
         while len(book.asked) < 4:  # noqa: ASYNC110 - what is waited for is a count, not an event
             await asyncio.sleep(0.001)
         assert not any(book.done)
     assert book.done[-1]
+
+
+async def test_it_is_said_before_and_renewed_meanwhile(monkeypatch):
+    monkeypatch.setattr(weight_updates, "RENEW_FETCH", 0.01)
+    said: list[TellFetch] = []
+    again = asyncio.Event()
+
+    async def tell(news: TellFetch, deadline: float) -> Ack:
+        said.append(news)
+        if len(said) > 2:
+            again.set()
+        return Ack(accepted=True)
+
+    async with FetchWord(tell, "agent", "node")(5):
+        assert len(said) == 1
+        await asyncio.wait_for(again.wait(), 60)
+    count = len(said)
+    await asyncio.sleep(0.05)
+    assert len(said) == count
+    assert set(said) == {TellFetch(policy="agent", engine="node", version=5)}
+
+
+async def test_without_an_answer_it_is_fetched_all_the_same():
+    async def tell(news: TellFetch, deadline: float) -> Ack:
+        raise Unavailable("away")
+
+    async with FetchWord(tell, "agent", "node")(5):
+        fetched = True
+    assert fetched

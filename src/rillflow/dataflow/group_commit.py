@@ -1,16 +1,20 @@
-"""How the service waits for the disk: many changes of the ledger share one sync."""
+"""How changes of the ledger reach the disk: many share one sync, and `metrics.jsonl` follows."""
 
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
+import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from pathlib import Path
 
 from rillflow.batching import Batcher
 from rillflow.contracts import Clock
 from rillflow.dataflow.ledger.ledger import Ledger
+from rillflow.dataflow.ledger.tables import NEWEST
 from rillflow.errors import RillflowError, StorageError
 
 log = logging.getLogger(__name__)
@@ -166,3 +170,54 @@ class Watch:
         self._wall, self._steady = self._clock.now(), self._clock.monotonic()
         passed = self._steady - steady
         return passed > self._most or abs(self._wall - wall - passed) > self._most
+
+
+# ---------------------------------------------------------------- metrics.jsonl
+
+
+class Journal:
+    """`metrics.jsonl`: one line per committed step, evaluation and rollback, each exactly once.
+
+    The lines are written to the ledger with the change they tell of; this file is a copy for people and plots. Every
+    line has its number `seq`, so after a crash the copy goes on where it stopped.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._last = self._mend()
+        self._torn = False  # the file may end in half a line
+
+    def _mend(self) -> int:
+        """The number of the last whole line; a torn rest after it is truncated, which needs no space."""
+        if not self._path.exists():
+            return 0
+        lines = self._path.read_bytes().splitlines(keepends=True)
+        while lines and not _number(lines[-1]):
+            lines.pop()
+        os.truncate(self._path, sum(len(line) for line in lines))
+        return _number(lines[-1]) if lines else 0
+
+    def catch_up(self, ledger: Ledger, until: int = NEWEST) -> None:
+        """Append the lines to number `until`, which are durable. A disk that refuses is reported and tried again."""
+        try:
+            if self._torn:
+                self._last, self._torn = self._mend(), False
+            news = ledger.events_after(self._last, until)
+            if not news:
+                return
+            self._torn = True
+            with open(self._path, "a") as file:
+                file.write("".join(json.dumps(line) + "\n" for _, line in news))
+            self._last, self._torn = news[-1][0], False
+        except OSError as error:
+            log.warning("cannot write %s: %s", self._path, error)
+
+
+def _number(line: bytes) -> int:
+    """Return the line's `seq`; 0 if it is not a whole line."""
+    try:
+        value = json.loads(line)
+    except ValueError:
+        return 0
+    number = value.get("seq") if isinstance(value, dict) else None
+    return number if isinstance(number, int) and line.endswith(b"\n") else 0

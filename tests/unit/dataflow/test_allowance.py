@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dataflow_world import RULES
-from rillflow.dataflow.ledger.throttle import PROBE_AFTER, NodeLook, Work, allowance
+from rillflow.dataflow.ledger.leasing import PROBE_AFTER, NodeLook, Work, allowance
 
 GOOD = NodeLook(8, ends=10.0, pace=2.0, speed=0.5, held=8)
 PLENTY = Work(1000)

@@ -1,27 +1,32 @@
-"""Storage units and their segments: how many rows of each may still be asked for.
+"""The payload that the ledger knows of: storage units, their segments, and the samples whose rows are in them.
 
-Every sample that is `live`, and every row that a stage has added to one, counts in its segment's `live`. A segment
-whose count has been 0 for `drop_after` seconds is dropped, and nothing that refers to it is accepted from then on. A
-node that dies between its put and its report leaves rows that nobody knows of: a segment that its unit found, and
-nobody reported, is dropped like the others, but not while a task or a stage batch is held that was leased before it was
-found.
+Every sample that is `live`, and every row that a stage has added to one, counts in its segment's `live`: its row may
+still be asked for. A segment whose count has been 0 for `drop_after` seconds is dropped, and nothing that refers to it
+is accepted from then on. A node that dies between its put and its report leaves rows without a sample. A segment that
+its unit found, and no completion named, is dropped like the others, but not while a task or a stage batch is held that
+was leased before it was found.
 
-The only writer of units, segments and quarantine.
+`Storage` is the only writer of units, segments and quarantine, `Samples` of samples.
 """
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
 
 import msgspec
 
-from rillflow.dataflow.ledger.database import Part
-from rillflow.dataflow.ledger.tables import NEWEST
+from rillflow.dataflow.ledger.attempts import Verdict
+from rillflow.dataflow.ledger.database import Base, Part
+from rillflow.dataflow.ledger.playing import Playing
+from rillflow.dataflow.ledger.tables import NEWEST, Task
 from rillflow.errors import BadRequest
 from rillflow.types import Row, UnitInfo
 from rillflow.types.decoding import json_decoder
+
+# ---------------------------------------------------------------- segments
 
 RECLAIMED = "segments_reclaimed"  # the counter of segments that were dropped unreported
 _MOST_IDLE = 1000  # that a unit is asked about at once
@@ -167,3 +172,59 @@ class Storage(Part):
             if self._db.value(f"SELECT unreported FROM segments WHERE {where}", (unit, segment)) is not None:
                 self._db.count(RECLAIMED)
             self._db.run(f"UPDATE segments SET state = 'dropped' WHERE {where}", (unit, segment))
+
+
+# ---------------------------------------------------------------- samples
+
+
+class Samples(Part):
+    def __init__(self, base: Base, storage: Storage, playing: Playing) -> None:
+        super().__init__(base)
+        self._storage = storage
+        self._playing = playing
+
+    def add(self, ends: Sequence[tuple[Task, Verdict]]) -> None:
+        """Write the samples of completed tasks. Their segments have counted them already."""
+        self._db.many(
+            "INSERT INTO samples VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
+            [values for task, one in ends for values in _values(task, one)],
+        )
+        for task, one in ends:
+            if task.lane == "train":
+                for sample in one.news.samples:
+                    if sample.trained:
+                        self._playing.note_versions(task.grp, sample.policy, sample.oldest, sample.newest)
+
+    def reward(self, group: str, place: int, reward: float) -> None:
+        self._db.run("UPDATE samples SET reward = ? WHERE grp = ? AND place = ?", (reward, group, place))
+
+    def release(self, group: str, producer: str | None = None) -> None:
+        """Release the rows of this group, or of this producer in it: they will not be read again."""
+        where, values = ("grp = ?", (group,)) if producer is None else ("grp = ? AND policy = ?", (group, producer))
+        self._storage.let_go(self._release(where, [values]))
+
+    def release_parts(self, parts: Iterable[tuple[str, str]]) -> None:
+        """Release the rows of many groups and producers at once."""
+        self._storage.let_go(self._release("grp = ? AND policy = ?", parts))
+
+    def _release(self, where: str, parts: Iterable[tuple[str, ...]]) -> list[tuple[str, int, int]]:
+        """Mark samples as released; return the units and segments of their rows with the number in each."""
+        statement = f"UPDATE samples SET live = 0 WHERE {where} AND live = 1 RETURNING unit, segment"
+        rows = Counter((unit, segment) for part in parts for unit, segment in self._db.all(statement, part))
+        return [(*place, number) for place, number in rows.items()]
+
+    def forget(self, group: str, place: int) -> None:
+        """Delete the samples of a task."""
+        query = "SELECT unit, segment, count(*) FROM samples WHERE grp = ? AND place = ? AND live = 1 GROUP BY 1, 2"
+        self._storage.let_go(tuple(row) for row in self._db.all(query, (group, place)))
+        self._db.run("DELETE FROM samples WHERE grp = ? AND place = ?", (group, place))
+
+
+def _values(task: Task, one: Verdict) -> Iterator[tuple[str | int | float, ...]]:
+    for n, (sample, live) in enumerate(zip(one.news.samples, one.live, strict=True)):
+        at = sample.row
+        yield (
+            *(task.grp, task.place, n, sample.policy, at.unit, at.segment, at.offset, at.length, sample.tokens),
+            *(sample.trained, sample.oldest, sample.newest, sample.reward, sample.truncated, live),
+            *(sample.agent, sample.turn),
+        )
