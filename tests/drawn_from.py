@@ -1,6 +1,7 @@
 """What tokens are drawn from, by its definition, and the grid of settings on which every engine must tell it exactly.
 
-There is no `min_p` in it, nor penalties, nor `logit_bias`: the gateway refuses them by name (`test_odd_values.py`).
+There is no `min_p` in it, nor penalties, nor `logit_bias`: they are refused by name (`test_odd_values.py`,
+`test_server_engine.py`).
 """
 
 from __future__ import annotations
@@ -9,11 +10,15 @@ import itertools
 
 import torch
 
-GRID = list(itertools.product((0.6, 1.0, 1.5), (1.0, 0.8), (0, 5, 20)))  # temperature, top_p, top_k
+Setting = tuple[float, float, int]  # temperature, top_p, top_k
+GRID: list[Setting] = list(itertools.product((0.0, 0.6, 1.0, 1.3), (1.0, 0.8), (0, 5, 20)))
 
 
 def drawn_from(rows: torch.Tensor, temperature: float, top_p: float, top_k: int) -> torch.Tensor:
-    """Return the log-probs of what is left of logits: tempered, then the likeliest, then the share."""
+    """Return the log-probs of what is left of logits: tempered, then the likeliest, then the share. At temperature 0
+    the likeliest token alone is left."""
+    if temperature == 0.0:
+        temperature, top_p, top_k = 1.0, 1.0, 1
     rows = rows / temperature
     if top_k:
         rows = rows.masked_fill(rows < rows.topk(top_k).values[:, -1:], -torch.inf)

@@ -14,7 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from needs import VLLM_PYTHON, require
 from rillflow.weights.model_folder import model_folder
 
-pytest.register_assert_rewrite("contract")
+pytest.register_assert_rewrite("contract", "contract_logprobs", "contract_world")
 
 
 @pytest.fixture(scope="session")
@@ -24,7 +24,8 @@ def vllm_python() -> str:
 
 
 def build_model(folder: Path, *, tied: bool, seed: int) -> Any:
-    """The shipped model's shape with random weights, large enough that every token matters."""
+    """The shipped model's shape with random weights, large enough that every token matters. Its folder recommends
+    sampling that no request asks for."""
     config = AutoConfig.from_pretrained(model_folder("tiny"))
     config.tie_word_embeddings = tied
     torch.manual_seed(seed)
@@ -34,6 +35,7 @@ def build_model(folder: Path, *, tied: bool, seed: int) -> Any:
             torch.nn.init.normal_(parameter, 0.0, 0.2)
         else:
             torch.nn.init.uniform_(parameter, 0.5, 1.5)
+    model.generation_config.update(do_sample=True, temperature=0.3, top_k=3, top_p=0.5, repetition_penalty=1.5)
     model.save_pretrained(folder)
     return model
 

@@ -1,10 +1,9 @@
 """The Engine contract on a real server: what holds for every kind of it. A module that runs it imports all of this and
-gives a fixture `world`, once with tied and once with untied embeddings."""
+of `contract_logprobs`, and gives a fixture `world`, once with tied and once with untied embeddings."""
 
 from __future__ import annotations
 
 import asyncio
-import math
 import os
 import signal
 from pathlib import Path
@@ -17,18 +16,17 @@ from contract_world import (
     World,
     ask,
     check,
-    logits,
     logprobs,
     plain,
     probe_of,
     prompt,
     request,
     tokens,
+    untied,
     versions,
 )
 
 from counting_engine import until
-from drawn_from import GRID, drawn_from
 from playing import play_episodes
 from rillflow.config import SamplingConfig
 from rillflow.contracts import Change, Patch
@@ -43,49 +41,7 @@ from rillflow.weights.refresh import Refresher
 from rillflow.weights.store import FolderStore
 from rillflow.weights.transport.sources import FolderSource
 
-# Tied embeddings matter for weights, not after the logits: such tests use one server only.
-untied = pytest.mark.parametrize("world", ["untied"], indirect=True)
-
 # ---------------------------------------------------------------- sampling
-
-
-async def test_logprobs_are_those_of_the_plain_forward(world: World) -> None:
-    asked = prompt(30)
-    chunks = await ask(world.engine, asked, max_tokens=60)
-    assert (len(tokens(chunks)), chunks[-1].finish) == (60, "length")
-    check(world, asked, chunks)
-    assert logprobs(chunks) == logprobs(chunks, "raw_logprobs")
-    assert tokens(await ask(world.engine, asked, max_tokens=60)) != tokens(chunks), "it draws"
-
-
-@untied
-async def test_logprobs_are_of_the_distribution_sampled_from(world: World) -> None:
-    asked, model = prompt(30), world.models[world.version]
-    warm = await ask(world.engine, asked, temperature=0.7)
-    assert logprobs(warm) == pytest.approx(plain(model, asked, tokens(warm), 0.7), abs=2e-4)
-    greedy = await ask(world.engine, asked, temperature=0.0)
-    assert tokens(greedy) == logits(model, asked, tokens(greedy)).argmax(-1).tolist()
-    assert logprobs(greedy) == [0.0] * 20
-    assert logprobs(greedy, "raw_logprobs") == pytest.approx(plain(model, asked, tokens(greedy)), abs=2e-4)
-
-
-@untied
-@pytest.mark.parametrize(("temperature", "top_p", "top_k"), GRID)
-async def test_both_log_probs_are_exact_for_any_sampling(
-    world: World, temperature: float, top_p: float, top_k: int
-) -> None:
-    asked, model = prompt(30), world.models[world.version]
-    chunks = await ask(world.engine, asked, temperature=temperature, top_p=top_p, top_k=top_k)
-    answer = torch.tensor(tokens(chunks))[:, None]
-    rows = logits(model, asked, tokens(chunks))
-    drawn = drawn_from(rows, temperature, top_p, top_k).gather(-1, answer)[:, 0].tolist()
-    assert all(map(math.isfinite, drawn)), "nothing is drawn that was cut away"
-    assert logprobs(chunks) == pytest.approx(drawn, abs=2e-4)
-    raw = logprobs(chunks, "raw_logprobs")
-    if top_p < 1.0 or top_k > 0 or temperature == 1.0:
-        assert raw == pytest.approx(plain(model, asked, tokens(chunks)), abs=2e-4)
-    else:
-        assert all(map(math.isnan, raw)), "the temperature alone explains the draw"
 
 
 @untied

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from abc import ABC, abstractmethod
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -31,15 +31,19 @@ def probe_of(model: Any) -> Probe:
 
 
 class World(ABC):
-    """A server, and the weights of every version that it was given. Each of them had to prove right."""
+    """A server, and the weights of every version that it was given. Each of them had to prove right.
+
+    `arguments` give the server defaults that would change the distribution. No answer may show them.
+    """
 
     kind: str
+    arguments: ClassVar[list[str]]
 
     def __init__(self, folder: Path, python: str, *, tied: bool) -> None:
         self.folder = folder
         self.tied = tied
         self.model = build_model(folder / "model", tied=tied, seed=1)
-        server = ServerConfig(python=python, decodes_deltas=True)  # also on a CPU
+        server = ServerConfig(python=python, arguments=self.arguments, decodes_deltas=True)  # also on a CPU
         self.settings = EngineConfig(kind=self.kind, slots=32, context=CONTEXT, device="cpu", server=server)
         self.engine: Any = self.make(self.settings)
         self.models = {0: copy.deepcopy(self.model)}
@@ -131,3 +135,7 @@ def check(world: World, asked: list[int], chunks: list[Chunk]) -> None:
         expected = plain(world.models[version], asked, answer)
         mine = [place for place, other in enumerate(claimed) if other == version]
         assert [found[place] for place in mine] == pytest.approx([expected[place] for place in mine], abs=2e-4)
+
+
+# Tied embeddings matter for weights, not after the logits: such tests use one server only.
+untied = pytest.mark.parametrize("world", ["untied"], indirect=True)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
+from typing import ClassVar
 
 import pytest
 import pytest_asyncio
 from contract import *  # noqa: F403
-from contract import World
+from contract_logprobs import *  # noqa: F403
+from contract_world import World
 
 from needs import SGLANG_PYTHON, require
 from rillflow.config.policy import EngineConfig, ServerConfig
@@ -29,6 +31,10 @@ def sglang_python() -> str:
 
 class SglangWorld(World):
     kind = "sglang"
+    arguments: ClassVar = [
+        "--preferred-sampling-params",
+        '{"repetition_penalty": 1.5, "frequency_penalty": 0.5, "min_p": 0.3, "logit_bias": {"5": 20.0}}',
+    ]
 
     def make(self, settings: EngineConfig) -> ServerEngine:
         return SglangEngine(model_facts(str(self.folder / "model"), "fp32"), settings, logs=self.folder)

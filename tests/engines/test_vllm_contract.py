@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import pytest_asyncio
 from contract import *  # noqa: F403
-from contract import World, untied
+from contract_logprobs import *  # noqa: F403
+from contract_world import World, untied
 
 from rillflow.config.policy import EngineConfig, ServerConfig
 from rillflow.engine.servers import ServerEngine
@@ -22,6 +23,7 @@ pytestmark = [pytest.mark.engines, pytest.mark.asyncio(loop_scope="module"), pyt
 
 class VllmWorld(World):
     kind = "vllm"
+    arguments: ClassVar = ["--override-generation-config", '{"repetition_penalty": 1.5, "min_p": 0.3}']
 
     def make(self, settings: EngineConfig) -> ServerEngine:
         return VllmEngine(model_facts(str(self.folder / "model"), "fp32"), settings, logs=self.folder)

@@ -9,6 +9,7 @@ from pydantic import Field, ValidationInfo, field_validator, model_validator
 from rillflow.config.base import Name, NonNegative, Positive, Seconds, Section
 from rillflow.config.trainer import TrainerConfig
 from rillflow.errors import did_you_mean
+from rillflow.types import LOWEST_TEMPERATURE
 
 # The formats' classes are the gateway's, in gateway/reading/formats.py.
 TOOL_FORMATS = (
@@ -30,6 +31,13 @@ class SamplingConfig(Section):
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
     top_k: NonNegative = 0
     max_tokens: Positive = 128
+
+    @field_validator("temperature")
+    @classmethod
+    def _not_nearly_greedy(cls, value: float) -> float:
+        if 0.0 < value < LOWEST_TEMPERATURE:
+            raise ValueError(f"must be 0 or at least {LOWEST_TEMPERATURE}")
+        return value
 
 
 class ServerConfig(Section):

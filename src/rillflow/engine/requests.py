@@ -10,7 +10,7 @@ from itertools import takewhile
 import msgspec
 
 from rillflow.errors import BadRequest, ContextOverflow, EngineError, EngineLost
-from rillflow.types import Chunk, FinishReason, GenerateRequest, Grammar
+from rillflow.types import LOWEST_TEMPERATURE, Chunk, FinishReason, GenerateRequest, Grammar
 
 
 def check_request(request: GenerateRequest, *, context: int, vocabulary: int) -> None:
@@ -31,6 +31,10 @@ def check_request(request: GenerateRequest, *, context: int, vocabulary: int) ->
         raise EngineError(
             f"sampling out of range: {sampling}",
             "max_tokens is at least 1, temperature and top_k at least 0, top_p in (0, 1]",
+        )
+    if 0.0 < sampling.temperature < LOWEST_TEMPERATURE:
+        raise EngineError(
+            f"temperature {sampling.temperature} is not supported", f"it is 0 or at least {LOWEST_TEMPERATURE}"
         )
 
 

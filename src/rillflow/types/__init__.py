@@ -34,6 +34,7 @@ from rillflow.types.batches import (
     TrainerJoined,
 )
 from rillflow.types.engine import (
+    LOWEST_TEMPERATURE,
     AskTurn,
     Chunk,
     EngineInfo,
@@ -99,6 +100,7 @@ __all__ = [
     "COLUMNS",
     "DONE",
     "GOOD_ENDS",
+    "LOWEST_TEMPERATURE",
     "MODEL_WAIT",
     "OUT_OF_PROMPTS",
     "SLOW_TOOL",

@@ -7,6 +7,7 @@ from typing import Literal
 from rillflow.types.base import Finite, Wire
 
 FinishReason = Literal["stop", "length", "abort"]
+LOWEST_TEMPERATURE = 0.01  # above 0: vLLM draws at this one where a lower one is asked for
 
 
 class Grammar(Wire, frozen=True):
@@ -18,7 +19,8 @@ class Grammar(Wire, frozen=True):
 
 
 class Sampling(Wire, frozen=True):
-    """How tokens are drawn. `top_k` 0 and `top_p` 1 switch those cuts off; `seed` None draws a fresh one.
+    """How tokens are drawn. A `temperature` of 0 takes the likeliest token; others are at least LOWEST_TEMPERATURE.
+    `top_k` 0 and `top_p` 1 switch those cuts off; `seed` None draws a fresh one.
 
     With a `grammar` only tokens are drawn that keep it satisfiable, and an answer stops only when it is satisfied.
     """
@@ -47,8 +49,8 @@ class Chunk(Wire, frozen=True):
     """Tokens out, all sampled by one `version`. The stop token, when sampled, is part of `tokens`.
 
     `logprobs` are of the distribution that was sampled from, `raw_logprobs` of the model's own: untempered, uncut and
-    without a grammar; NaN where an engine does not know it and a temperature alone explains the draw. `seam` says why
-    sampling was cut before the first of these tokens and went on from the ids produced so far; empty where it was not.
+    without a grammar. Both are finite. `seam` says why sampling was cut before the first of these tokens and went on
+    from the ids produced so far; empty where it was not.
     With the last chunk of an answer come the `experts` that a mixture chose for each token of the sequence but the
     last, if they are recorded (`engine.experts`).
     """

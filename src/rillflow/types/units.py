@@ -13,7 +13,7 @@ COLUMNS: dict[str, str] = {
     "tokens": "<i4",  # prompt, tool and sampled ids of one root-to-leaf path
     "mask": "|u1",  # 1 where the token was sampled and trains in this sample
     "logprobs": "<f4",  # of the distribution that was sampled from (temperature, top-p, top-k); 0 where mask is 0
-    "raw_logprobs": "<f4",  # of the untempered distribution, or NaN; 0 where mask is 0
+    "raw_logprobs": "<f4",  # of the model's own distribution: untempered, uncut; 0 where mask is 0
     "temperatures": "<f4",  # that `logprobs` can be recomputed with; 0 where they cannot (greedy, top-p, top-k)
     "versions": "<i4",  # policy version that sampled the token; -1 where mask is 0
     "rewards": "<f4",  # given to the answer that ends with the token, NaN elsewhere; absent where no answer has its own

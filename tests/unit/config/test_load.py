@@ -116,6 +116,11 @@ def test_overrides_win(recipe_file: Path) -> None:
     assert recipe.seed == 5
 
 
+def test_a_temperature_that_an_engine_would_round_is_refused(recipe_file: Path) -> None:
+    with pytest.raises(ConfigError, match=r"temperature.*must be 0 or at least 0\.01"):
+        load_recipe(with_lines(recipe_file, "seed: 1"), ["policies.agent.sampling.temperature=0.005"])
+
+
 @pytest.mark.parametrize("override", ["seed", "=3", "seed.deeper=3"])
 def test_bad_overrides(recipe_file: Path, override: str) -> None:
     with pytest.raises(ConfigError):

@@ -51,6 +51,7 @@ class FakeServer(ServerEngine):
         self.asked: list[tuple[int, GenerateRequest]] = []
         self.running = 0
         self.logprob = -1.0  # of every token of a prompt
+        self.raw = [-2.0]  # of every token of an answer
         self.updates: list[FakeUpdate] = []
         self._deaf = deaf
         self._start = start
@@ -116,7 +117,7 @@ class FakeServer(ServerEngine):
                     await self._turn.wait()
                 self._allowance -= 1
                 last = number == count - 1
-                yield Part([token_at(place + number)], [-1.0], [-2.0], "length" if last else None)
+                yield Part([token_at(place + number)], [-1.0], self.raw, "length" if last else None)
         finally:
             self.running -= 1
 

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import math
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
+import msgspec
 import pytest
 from fake_server import GIVEN_UP, STALLED, FakeServer, token_at
 
@@ -314,6 +316,7 @@ async def test_the_queue_is_bounded() -> None:
         ([-1], {}, EngineError),
         ([1], {"max_tokens": 0}, EngineError),
         ([1], {"temperature": float("nan")}, EngineError),
+        ([1], {"temperature": 0.005}, EngineError),
         ([1], {"top_p": 0.0}, EngineError),
         ([1] * 128, {}, ContextOverflow),
     ],
@@ -322,6 +325,35 @@ async def test_nonsense_is_refused_at_once(prompt: list[int], sampling: Any, err
     async with running() as engine:
         with pytest.raises(error):
             engine.generate(GenerateRequest(id="r", tokens=prompt, sampling=Sampling(**sampling)))
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("min_p", 0.1),
+        ("repetition_penalty", 1.1),
+        ("presence_penalty", 1),
+        ("logit_bias", {"5": 9}),
+        ("typical_p", 0.5),
+    ],
+)
+def test_an_engine_refuses_by_name_what_it_does_not_apply(name: str, value: Any) -> None:
+    """The gateway has refused it before (`test_odd_values.py`)."""
+    asked = {"id": "r", "tokens": [1], "sampling": {"temperature": 0.6, name: value}}
+    with pytest.raises(msgspec.ValidationError, match=name):
+        msgspec.msgpack.decode(msgspec.msgpack.encode(asked), type=GenerateRequest)
+
+
+@pytest.mark.parametrize(
+    ("raw", "error"),
+    [([math.nan], "not finite"), ([-math.inf], "not finite"), ([], "1 log-probs and 0 of the model's")],
+)
+async def test_a_token_without_both_log_probs_ends_the_answer_with_an_error(raw: list[float], error: str) -> None:
+    async with running() as engine:
+        engine.raw = raw
+        engine.give(1)
+        with pytest.raises(EngineError, match=error):
+            await collect(engine, request(), [])
 
 
 async def test_closing_answers_everyone() -> None:

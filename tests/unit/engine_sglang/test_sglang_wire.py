@@ -161,17 +161,42 @@ def tokens_of(name: str) -> list[int]:
 
 async def test_a_stream_gives_its_tokens_once_with_their_logprobs(server: tuple[Recorded, SglangEngine]) -> None:
     recorded, engine = server
+    recorded.stream = "stream_both.sse"
     chunks = await answer(engine, max_tokens=20, temperature=0.5)
-    assert [token for chunk in chunks for token in chunk.tokens] == tokens_of("stream_length.sse")
+    assert [token for chunk in chunks for token in chunk.tokens] == tokens_of("stream_both.sse")
     assert chunks[-1].finish == "length"
-    assert all(len(chunk.tokens) == len(chunk.logprobs) == len(chunk.raw_logprobs) for chunk in chunks)
+    pairs = [pair for chunk in chunks for pair in zip(chunk.logprobs, chunk.raw_logprobs, strict=True)]
+    assert len(pairs) == 20
+    assert all(drawn != raw and drawn <= 0.0 >= raw for drawn, raw in pairs)
     ((path, body),) = recorded.asked
     assert path == "/generate"
     assert body["input_ids"] == PROMPT
     assert body["extra_key"].endswith("-0"), "the prefix cache must not cross versions"
+    assert body["top_logprobs_num"] == 1
     assert body["sampling_params"] == {
         "temperature": 0.5, "top_p": 1.0, "top_k": -1, "max_new_tokens": 20, "stop_token_ids": [], "ignore_eos": True,
+        "min_p": 0.0, "frequency_penalty": 0.0, "presence_penalty": 0.0, "repetition_penalty": 1.0,
+        "min_new_tokens": 0, "logit_bias": None,
     }  # fmt: skip
+
+
+async def test_the_models_own_distribution_needs_no_second_log_prob(server: tuple[Recorded, SglangEngine]) -> None:
+    recorded, engine = server
+    chunks = await answer(engine, max_tokens=20)
+    assert [chunk.logprobs for chunk in chunks] == [chunk.raw_logprobs for chunk in chunks]
+    assert recorded.asked[0][1]["top_logprobs_num"] == 0
+
+
+@pytest.mark.parametrize("sampling", [{"temperature": 0.5}, {"top_p": 0.9}, {"top_k": 3}])
+@pytest.mark.parametrize("stream", ["stream_length.sse", "stream_top.sse"])
+async def test_an_answer_without_the_models_own_log_probs_is_refused_by_name(
+    server: tuple[Recorded, SglangEngine], sampling: dict[str, Any], stream: str
+) -> None:
+    """From a server whose sampler is not wrapped, or that does not use it: nothing, or a top token's log-prob."""
+    recorded, engine = server
+    recorded.stream = stream
+    with pytest.raises(EngineError, match="did not compute the model's own log-probs"):
+        await answer(engine, max_tokens=20, **sampling)
 
 
 async def test_a_probe_is_one_request_that_no_cache_answers(server: tuple[Recorded, SglangEngine]) -> None:
@@ -326,12 +351,17 @@ async def test_an_answer_of_the_loader_that_is_an_error_is_told(server: tuple[Re
     assert engine.version != 3
 
 
-@pytest.mark.parametrize(("sampling", "most"), [(Sampling(max_tokens=500), 7), (Sampling(max_tokens=500, top_k=5), 6)])
+GRAMMAR = Grammar(kind="regex", text="a")
+
+
+@pytest.mark.parametrize(
+    ("sampling", "most"), [(Sampling(max_tokens=500, top_k=5), 7), (Sampling(max_tokens=500, grammar=GRAMMAR), 6)]
+)
 def test_an_answer_that_is_scored_leaves_a_place_behind_it(sampling: Sampling, most: int) -> None:
     """Scoring reads prompt and answer as a prompt, behind which SGLang samples one token more."""
     body = json.loads(generate_body(GenerateRequest(id="r", tokens=[1, 2, 3], sampling=sampling), 10, "salt"))
     assert body["sampling_params"]["max_new_tokens"] == most
-    full = GenerateRequest(id="r", tokens=[1] * 9, sampling=Sampling(top_p=0.9))
+    full = GenerateRequest(id="r", tokens=[1] * 9, sampling=Sampling(grammar=GRAMMAR))
     with pytest.raises(ContextOverflow, match="no room"):
         generate_body(full, 10, "salt")
 
@@ -358,10 +388,11 @@ def test_nothing_is_cut_where_nothing_is_to_be(sampling: Sampling) -> None:
 
 def test_what_the_cuts_leave_is_what_is_drawn_from() -> None:
     """Each row as its own request asks, at the temperature that SGLang divides by afterwards."""
-    logits = 3 * torch.randn(len(GRID), 97, generator=torch.Generator().manual_seed(1))
-    asked = [{"temperature": t, "top_p": p, "top_k": k} for t, p, k in GRID]
+    cuts = [(t, p, k) for t, p, k in GRID if t > 0.0]
+    logits = 3 * torch.randn(len(cuts), 97, generator=torch.Generator().manual_seed(1))
+    asked = [{"temperature": t, "top_p": p, "top_k": k} for t, p, k in cuts]
     left = Cuts()(logits.clone(), asked)
-    for row, cut, (temperature, top_p, top_k) in zip(logits, left, GRID, strict=True):
+    for row, cut, (temperature, top_p, top_k) in zip(logits, left, cuts, strict=True):
         expected = drawn_from(row[None], temperature, top_p, top_k)[0]
         assert torch.equal(cut.isneginf(), expected.isneginf())
         kept = ~expected.isneginf()

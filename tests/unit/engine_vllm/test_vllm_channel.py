@@ -15,7 +15,7 @@ from aiohttp import web
 
 from counting_engine import until
 from rillflow.config.policy import EngineConfig
-from rillflow.engine.servers.calls import is_scored
+from rillflow.engine.servers.calls import is_scored, needs_both
 from rillflow.engine.servers.facts import ModelFacts
 from rillflow.engine.vllm import VllmEngine
 from rillflow.engine.vllm.inside import rillflow_channel
@@ -36,6 +36,7 @@ class FakeLLM:
         self.calls: list[tuple[str, Any]] = []
         self.paused = False
         self.errored = False
+        self.top = -1  # the id of the top token, where one is asked for
         self.deaf = False  # to its own pause, as for a request that comes too late
         self._allowance = 0
         self._turn = asyncio.Event()
@@ -61,7 +62,8 @@ class FakeLLM:
                         return
                     await self._turn.wait()
                 self._allowance -= 1
-                yield _output([number], "length" if number + 1 == params["max_tokens"] else None)
+                finish = "length" if number + 1 == params["max_tokens"] else None
+                yield _output([number], finish, params.get("logprobs", 0), self.top)
         finally:
             self.running.pop(name, None)
 
@@ -87,8 +89,12 @@ class FakeLLM:
         return [{"rank": 0}]
 
 
-def _output(tokens: list[int], finish: str | None) -> Any:
-    flat = SimpleNamespace(logprobs=[-float(token) for token in tokens])
+def _output(tokens: list[int], finish: str | None, top: int = 0, top_id: int = -1) -> Any:
+    """Each token's log-prob, and behind it that of a top token: -50 and the token."""
+    flat = SimpleNamespace(
+        logprobs=[value for token in tokens for value in (-float(token), -50.0 - token)[: 1 + top]],
+        token_ids=[value for token in tokens for value in (token, top_id)[: 1 + top]],
+    )
     part = SimpleNamespace(token_ids=tokens, logprobs=flat, finish_reason=finish)
     return SimpleNamespace(outputs=[part], num_cached_tokens=2, finished=finish is not None, prompt_logprobs=None)
 
@@ -192,6 +198,24 @@ async def test_requests_travel_with_all_that_matters(world: World, client: Chann
     assert prompt == {"type": "token", "prompt_token_ids": [5, 6, 7], "cache_salt": "3"}
     assert (params["stop_token_ids"], params["ignore_eos"], params["logprobs"]) == ([2], True, 0)
     assert (params["seed"], params["structured_outputs"]) == (None, None)
+
+
+async def test_both_log_probs_come_with_each_part(world: World, client: ChannelClient) -> None:
+    world.llm.give(100)
+    _, answer = ask(client, 3, both=True)
+    parts = [await answer.next() for _ in range(3)]
+    assert [(part.tokens, part.logprobs, part.raw) for part in parts] == [
+        ([0], [0.0], [-50.0]), ([1], [-1.0], [-51.0]), ([2], [-2.0], [-52.0]),
+    ]  # fmt: skip
+    assert world.llm.asked[0][1]["logprobs"] == 1
+
+
+async def test_a_sampler_that_is_not_ours_is_refused_by_name(world: World, client: ChannelClient) -> None:
+    """As with speculative decoding: the value is that of a top token then."""
+    world.llm.give(100)
+    world.llm.top = 0
+    _, answer = ask(client, 3, both=True)
+    assert "speculative decoding" in (await answer.next()).error
 
 
 @pytest.mark.parametrize(("kind", "named"), [("json", "json"), ("regex", "regex"), ("lark", "grammar")])
@@ -371,18 +395,18 @@ async def test_nonsense_ends_the_channel(world: World) -> None:
 
 
 @pytest.mark.parametrize(
-    ("sampling", "scored"),
+    ("sampling", "scored", "both"),
     [
-        (Sampling(), False),
-        (Sampling(temperature=0.6), False),
-        (Sampling(temperature=0.0, top_p=0.9, top_k=5), False),
-        (Sampling(top_p=0.9), True),
-        (Sampling(temperature=0.6, top_k=20), True),
-        (Sampling(grammar=Grammar(kind="json", text="{}")), True),
+        (Sampling(), False, False),
+        (Sampling(temperature=0.0, top_p=0.9, top_k=5), False, False),
+        (Sampling(temperature=0.6), False, True),
+        (Sampling(top_p=0.9), False, True),
+        (Sampling(temperature=0.6, top_k=20), False, True),
+        (Sampling(temperature=0.6, top_k=20, grammar=Grammar(kind="json", text="{}")), True, False),
     ],
 )
-def test_answers_of_cut_distributions_are_scored(sampling: Sampling, scored: bool) -> None:
-    assert is_scored(sampling) == scored
+def test_a_server_is_asked_for_the_log_probs_that_differ(sampling: Sampling, scored: bool, both: bool) -> None:
+    assert (is_scored(sampling), needs_both(sampling)) == (scored, both)
 
 
 def test_no_two_starts_share_a_prefix_cache() -> None:

@@ -121,6 +121,16 @@ async def test_what_would_change_the_distribution_is_refused_by_name(name: str, 
             await ask(extra_body={name: None})
 
 
+async def test_a_temperature_that_an_engine_would_round_is_refused_by_name() -> None:
+    async with asking() as asked:
+        for ask in (asked.chat, lambda **send: asked.complete("hello", **send), asked.respond):
+            with pytest.raises(openai.BadRequestError, match=r"send 0 or at least 0\.01") as refused:
+                await ask(temperature=0.005)
+            assert refused.value.param == "temperature"
+            asked.script("fine")
+            await ask(temperature=0.01)
+
+
 async def test_a_call_with_a_number_that_the_log_cannot_hold(tmp_path: Path) -> None:
     said = json.dumps({"name": "count", "arguments": {"box": [{"size": BIG}, 1e300]}})
     log = FileSessionLog(tmp_path)

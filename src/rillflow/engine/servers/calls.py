@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from contextlib import aclosing, suppress
 from typing import NamedTuple
@@ -15,7 +16,7 @@ from weakref import ref
 
 from rillflow.contracts import Clock
 from rillflow.engine.requests import Progress, Stream
-from rillflow.errors import EngineLost, RillflowError
+from rillflow.errors import EngineError, EngineLost, RillflowError
 from rillflow.types import Chunk, FinishReason, GenerateRequest, Sampling
 
 log = logging.getLogger(__name__)
@@ -36,14 +37,20 @@ class Part(NamedTuple):
 
 
 def is_scored(sampling: Sampling) -> bool:
-    """Return whether the model's own log-probs of an answer need another request once it is complete: servers tell
-    those of the distribution that they drew from, and a cut or a grammar leaves no way back from these."""
-    return is_cut(sampling) or sampling.grammar is not None
+    """Return whether the model's own log-probs of an answer need another request once it is complete: servers apply a
+    grammar to the logits before any other code sees them."""
+    return sampling.grammar is not None
 
 
 def is_cut(sampling: Sampling) -> bool:
     """Return whether tokens are drawn from less than the tempered distribution."""
     return sampling.temperature > 0.0 and (sampling.top_p < 1.0 or sampling.top_k > 0)
+
+
+def needs_both(sampling: Sampling) -> bool:
+    """Return whether the server must compute two log-probs of each token: it draws from another distribution than the
+    model's own. At temperatures 0 and 1 without cuts it returns the model's own anyway."""
+    return not is_scored(sampling) and (is_cut(sampling) or sampling.temperature not in (0.0, 1.0))
 
 
 class Call:
@@ -219,6 +226,7 @@ class Calls:
             self._moved.set()
 
     def _hand_over(self, call: Call, part: Part, finish: FinishReason | None, version: int) -> None:
+        _check(part, version)
         chunk = Chunk(
             tokens=part.tokens,
             logprobs=part.logprobs,
@@ -231,3 +239,15 @@ class Calls:
         if call.owed and part.tokens:
             call.owed = False
             self._moved.set()
+
+
+def _check(part: Part, version: int) -> None:
+    """Raise EngineError unless every token has two finite log-probs."""
+    if not len(part.tokens) == len(part.logprobs) == len(part.raw_logprobs):
+        raise EngineError(
+            f"the server returned {len(part.tokens)} tokens with {len(part.logprobs)} log-probs and "
+            f"{len(part.raw_logprobs)} of the model's own",
+            "is it a tried release?",
+        )
+    if not all(map(math.isfinite, [*part.logprobs, *part.raw_logprobs])):
+        raise EngineError(f"version {version} gives log-probs that are not finite", "its weights are broken")

@@ -7,16 +7,14 @@ published, so weights that arrived wrong are noticed before a token is sampled f
 Running requests are ended with `abort_request`, not with `pause_generation`, which looks whether all have ended only
 once a second. Seeds are not passed on: SGLang uses them only in a slower mode. Its log-probs are those of the
 distribution at the requested temperature, before its `top_p` and `top_k`; so our code inside it (`Cuts`) applies these
-two, and `logprobs` are those of the distribution that was drawn from.
-`raw_logprobs` are the same at temperatures 0 and 1. With `top_p`, `top_k` or a grammar the whole answer is scored as a
-prompt: it is delivered at once when it is complete, and an answer that new weights cut is sampled again from its
-beginning. At another temperature without such cuts they are NaN: the temperature alone explains the draw.
+two, and `logprobs` are those of the distribution that was drawn from. `inside.rillflow_logprobs` adds the model's own
+where they differ. With a grammar the whole answer is scored as a prompt instead: it is delivered when it is complete,
+and an answer that new weights cut is sampled again from its beginning.
 """
 
 from __future__ import annotations
 
 import asyncio
-import math
 import secrets
 import shutil
 import tempfile
@@ -31,7 +29,7 @@ import msgspec
 
 from rillflow.config.policy import EngineConfig
 from rillflow.contracts import Clock
-from rillflow.engine.servers.calls import Part, is_scored
+from rillflow.engine.servers.calls import Part, is_scored, needs_both
 from rillflow.engine.servers.facts import ModelFacts
 from rillflow.engine.servers.in_place import InPlaceEngine
 from rillflow.engine.servers.process import ServerProcess, free_port
@@ -320,8 +318,19 @@ def _part(chunk: Chunk, asked: Sampling) -> Part:
     if finish == "stop" and (not tokens or tokens[-1] not in asked.stop_tokens):
         finish = "abort"
     drawn = [0.0] * len(tokens) if asked.temperature == 0.0 else logprobs
-    known = logprobs if asked.temperature in (0.0, 1.0) else [math.nan] * len(tokens)
-    return Part(tokens, drawn, known, finish)
+    raw = _raw(chunk) if needs_both(asked) else logprobs
+    return Part(tokens, drawn, raw, finish)
+
+
+def _raw(chunk: Chunk) -> list[float]:
+    """Return the model's own log-probs: they are in the place of a top token, with an id below 0."""
+    found = [top for tops in chunk.meta_info.output_top_logprobs for top in tops or ()]
+    if len(found) != len(chunk.output_ids) or any(token >= 0 for _, token, _ in found):
+        raise EngineError(
+            "SGLang did not compute the model's own log-probs",
+            "with speculative decoding only temperatures 0 and 1 without top_p and top_k are supported",
+        )
+    return [value for value, _, _ in found]
 
 
 async def _refused(response: aiohttp.ClientResponse, route: str) -> None:

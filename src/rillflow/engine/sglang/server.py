@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 
 from rillflow.config.policy import EngineConfig
-from rillflow.engine.servers.calls import is_cut, is_scored
+from rillflow.engine.servers.calls import is_cut, is_scored, needs_both
 from rillflow.engine.servers.facts import ModelFacts
 from rillflow.engine.servers.process import DTYPE_NAMES, WEIGHTS_INSIDE, has_tokenizer, on_loopback, visible_gpus
 from rillflow.engine.sglang.inside.rillflow_sglang import ORDERS
@@ -105,6 +105,16 @@ _NO_TENSORS = base64.b64encode(b"\x80\x04].").decode()
 # SGLang wants a logit processor in that serialisation, too: this is the name of a class on its path, byte for byte.
 _CUTS = msgspec.json.encode({"callable": b"crillflow_sglang\nCuts\n.".hex()}).decode()
 
+# Sent with every request: else the server's `--preferred-sampling-params` would apply.
+_NEUTRAL = {
+    "min_p": 0.0,
+    "frequency_penalty": 0.0,
+    "presence_penalty": 0.0,
+    "repetition_penalty": 1.0,
+    "min_new_tokens": 0,
+    "logit_bias": None,
+}
+
 _SHAPES = {"json": "json_schema", "regex": "regex", "lark": "ebnf"}  # what SGLang calls the kinds of grammars
 
 
@@ -114,10 +124,11 @@ class Finish(msgspec.Struct):
 
 
 class Meta(msgspec.Struct):
-    """Log-probs are `[log-prob, token, text]`, of the tokens of this chunk."""
+    """Log-probs are `[log-prob, token, text]`, of the tokens of this chunk; top ones are lists of these."""
 
     finish_reason: Finish | None = None
     output_token_logprobs: list[tuple[float, int, str | None]] = []
+    output_top_logprobs: list[list[tuple[float, int, str | None]] | None] = []
     input_token_logprobs: list[tuple[float | None, int, str | None]] = []
     prompt_tokens: int = 0
     cached_tokens: int = 0
@@ -144,7 +155,8 @@ class Outcome(msgspec.Struct):
 
 def generate_body(request: GenerateRequest, context: int, salt: str) -> bytes:
     """`salt` keeps the prefix cache from crossing versions. An answer that is scored becomes a prompt, which needs a
-    place behind it. `top_p` and `top_k` are our own cuts (`Cuts`): SGLang tells log-probs as before its own."""
+    place behind it. `top_p` and `top_k` are our own cuts (`Cuts`): SGLang tells log-probs as before its own. The place
+    of a top token is for the model's own log-prob (`rillflow_logprobs`)."""
     asked = request.sampling
     room = context - len(request.tokens) - is_scored(asked)
     if room < 1:
@@ -153,6 +165,7 @@ def generate_body(request: GenerateRequest, context: int, salt: str) -> bytes:
         "temperature": asked.temperature,
         "top_p": 1.0,
         "top_k": -1,
+        **_NEUTRAL,
         "max_new_tokens": min(asked.max_tokens, room),
         "stop_token_ids": list(asked.stop_tokens),
         # It switches off all stopping by tokens: without, SGLang also stops at the model's own ends.
@@ -164,6 +177,7 @@ def generate_body(request: GenerateRequest, context: int, salt: str) -> bytes:
         "input_ids": request.tokens,
         "sampling_params": sampling,
         "return_logprob": True,
+        "top_logprobs_num": int(needs_both(asked)),
         "stream": True,
         "extra_key": salt,
     }

@@ -5,16 +5,14 @@ vLLM are read back after an update and compared with the published fingerprints,
 token is sampled from them.
 
 Seeds are passed on only with `engine.server.seeded`: vLLM's seeds are expensive on GPUs and give another draw after a
-cut. vLLM returns the log-probs of the distribution that it drew from. The model's own are equal at temperatures 0 and
-1. With `top_p`, `top_k` or a grammar the whole answer is scored as a prompt: it is delivered at once when it is
-complete, and an answer that new weights cut is sampled again from its beginning. At another temperature without such
-cuts `raw_logprobs` are NaN: the temperature alone explains the draw.
+cut. vLLM returns the log-probs of the distribution that it drew from; `inside.rillflow_logprobs` adds the model's own
+where they differ. With a grammar the whole answer is scored as a prompt instead: it is delivered when it is complete,
+and an answer that new weights cut is sampled again from its beginning.
 """
 
 from __future__ import annotations
 
 import asyncio
-import math
 import secrets
 import tempfile
 from collections.abc import AsyncGenerator, Mapping, Sequence
@@ -26,7 +24,7 @@ import aiohttp
 
 from rillflow.config.policy import EngineConfig
 from rillflow.contracts import Clock
-from rillflow.engine.servers.calls import Part, is_scored
+from rillflow.engine.servers.calls import Part, is_scored, needs_both
 from rillflow.engine.servers.facts import ModelFacts
 from rillflow.engine.servers.in_place import InPlaceEngine
 from rillflow.engine.servers.process import ServerProcess, free_port
@@ -66,6 +64,7 @@ class VllmEngine(InPlaceEngine):
         self._channel = ChannelClient(url, token)
         await self._channel.open()
         await self._learn_layout()
+        await self._call("rillflow_return_raw_logprobs", deadline=_CONTROL_SECONDS)
         await self._channel.call("resume", deadline=_CONTROL_SECONDS)
         if self.settings.server.url is not None:  # whatever it served before
             await self.put_initial()
@@ -126,6 +125,7 @@ class VllmEngine(InPlaceEngine):
             seed=_seed(request) if self.settings.server.seeded else None,
             grammar=None if asked.grammar is None else (asked.grammar.kind, asked.grammar.text),
             scored=is_scored(asked),
+            both=needs_both(asked),
         )
         first = True
         try:
@@ -137,10 +137,6 @@ class VllmEngine(InPlaceEngine):
                 if part.error or part.finish not in ("", *_FINISHES):
                     channel.ended(number)
                     raise EngineError(f"vLLM: {part.error or part.finish}", "see its log")
-                if not all(map(math.isfinite, [*part.logprobs, *part.raw])):
-                    raise EngineError(
-                        f"version {version} gives log-probs that are not finite", "its weights are broken"
-                    )
                 if first and part.tokens:
                     first = False
                     self.reused += part.cached
@@ -150,8 +146,8 @@ class VllmEngine(InPlaceEngine):
                 finish = _FINISHES.get(part.finish)
                 if finish is not None:
                     channel.ended(number)
-                known = part.raw or (part.logprobs if asked.temperature in (0.0, 1.0) else [math.nan] * len(drawn))
-                yield Part(part.tokens, drawn, known, finish)
+                raw = part.raw if is_scored(asked) or needs_both(asked) else part.logprobs
+                yield Part(part.tokens, drawn, raw, finish)
                 if finish is not None:
                     return
         finally:

@@ -19,7 +19,7 @@ from rillflow.gateway.answers import Answer, Choice
 from rillflow.gateway.failures import CallRefused
 from rillflow.gateway.shapes import Error, ErrorAnswer, TokenLogprob, Usage
 from rillflow.gateway.trees.render import Renderer
-from rillflow.types import Grammar, Sampling
+from rillflow.types import LOWEST_TEMPERATURE, Grammar, Sampling
 
 Temperature = Annotated[float, msgspec.Meta(ge=0, le=10)]
 Share = Annotated[float, msgspec.Meta(ge=0, le=1)]
@@ -159,13 +159,19 @@ def sampling(
 ) -> Sampling:
     """Return the sampling of a call: the agent's own parameters, else the recipe's; with `wins: recipe` the recipe's.
 
-    A `top_k` of -1 or 0 switches it off. A `top_p` of 0 is the smallest value that an engine can hold.
+    A `top_k` of -1 or 0 switches it off. A `top_p` of 0 is the smallest value that an engine can hold. A temperature
+    that engines would round is refused.
     """
     own = defaults.wins != "recipe"
+    temperature = request.temperature if own and request.temperature is not None else defaults.temperature
+    if 0.0 < temperature < LOWEST_TEMPERATURE:
+        raise CallRefused(
+            f"temperature {temperature} is not supported: send 0 or at least {LOWEST_TEMPERATURE}", param="temperature"
+        )
     top_p = request.top_p if own and request.top_p is not None else defaults.top_p
     top_k = request.top_k if own and request.top_k is not None else defaults.top_k
     return Sampling(
-        temperature=request.temperature if own and request.temperature is not None else defaults.temperature,
+        temperature=temperature,
         top_p=max(top_p, _LEAST_P),
         top_k=min(max(top_k, 0), _MOST_K),
         max_tokens=max_tokens or defaults.max_tokens,

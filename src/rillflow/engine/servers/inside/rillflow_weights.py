@@ -28,7 +28,10 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 # Inside a server this folder is on the path; in Rillflow it is part of a package.
-_delta = importlib.import_module(f"{__package__}.rillflow_delta" if __package__ else "rillflow_delta")
+_delta, _logprobs = (
+    importlib.import_module(f"{__package__}.{name}" if __package__ else name)
+    for name in ("rillflow_delta", "rillflow_logprobs")
+)
 
 _STEP, _MIX_A, _MIX_B = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
 _WORD = 8
@@ -91,6 +94,12 @@ class RillflowWorker:
                 if parameter.numel() and parameter.untyped_storage().data_ptr() not in held
             ),
         }
+
+    def rillflow_return_raw_logprobs(self) -> None:
+        """Let vLLM's sampler return the model's own log-probs too, where a request asks for them."""
+        runner: Any = self.model_runner  # type: ignore[attr-defined]
+        if runner.sampler is not None and not isinstance(runner.sampler, _logprobs.VllmSampler):
+            runner.sampler = _logprobs.VllmSampler(runner.sampler)
 
     def rillflow_load(self, paths: list[str]) -> dict[str, Any]:
         """Take over whole tensors from safetensors files. Like every change of weights it answers what is `held`

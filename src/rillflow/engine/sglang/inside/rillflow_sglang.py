@@ -1,5 +1,6 @@
 """The code that runs inside SGLang: a loader that changes its weights in place and verifies them
-(`--custom-weight-loader`), and the cuts of `top_k` and `top_p` (`--enable-custom-logit-processor`).
+(`--custom-weight-loader`), and the cuts of `top_k` and `top_p` (`--enable-custom-logit-processor`). The loader's first
+order also wraps the sampler, which then returns the model's own log-probs too (`rillflow_logprobs`).
 
 SGLang calls `take` in every rank, between two steps of its scheduler. The order is in a file, since the call itself
 carries tensors only; the answer is written beside it. Invariants: an order is answered once by each rank; no error is
@@ -51,6 +52,7 @@ def _carried_out(model: torch.nn.Module, order: dict[str, Any]) -> Any:
     worker.model_runner = SimpleNamespace(model=model)
     layout = worker.rillflow_layout(*order["layout"])
     if order["method"] == "rillflow_layout":
+        importlib.import_module("rillflow_logprobs").wrap_sglang_sampler()
         return layout
     return getattr(worker, order["method"])(*order["arguments"])
 

@@ -30,10 +30,11 @@ _CUT_SECONDS = 1.0  # after a pause, for requests to end by themselves
 
 
 class Ask(msgspec.Struct, array_like=True, tag="ask"):
-    """Sample after `tokens`. The log-probs are of the distribution that is sampled from.
+    """Sample after `tokens`. The log-probs are of the distribution that is sampled from; with `both` also of the
+    model's own, which `rillflow_logprobs` computes in the same step.
 
-    An answer that is `scored` comes as a whole, in one part, with the log-probs of the model's own distribution beside
-    those of what `top_p`, `top_k` or a `grammar` (its kind and its text) left of it.
+    An answer that is `scored` comes as a whole, in one part, and then has both: it is for a `grammar` (its kind and its
+    text), which masks logits before that code sees them.
     """
 
     id: int
@@ -47,6 +48,7 @@ class Ask(msgspec.Struct, array_like=True, tag="ask"):
     seed: int | None = None
     grammar: tuple[str, str] | None = None
     scored: bool = False
+    both: bool = False
 
 
 class Drop(msgspec.Struct, array_like=True, tag="drop"):
@@ -203,8 +205,8 @@ class _Connection:
         async for output in self._engine.generate(prompt, self._sampling(ask), self._name(ask.id)):
             part = output.outputs[0]
             tokens = list(part.token_ids)
-            logprobs = part.logprobs.logprobs[: len(tokens)] if tokens else []
-            yield Part(ask.id, tokens, logprobs, part.finish_reason or "", "", output.num_cached_tokens or 0)
+            logprobs, raw = _logprobs(part.logprobs, len(tokens), both=ask.both) if tokens else ([], [])
+            yield Part(ask.id, tokens, logprobs, part.finish_reason or "", "", output.num_cached_tokens or 0, raw)
 
     async def _whole(self, ask: Ask) -> Part:
         """All of an answer, or an abort: once new weights have cut it nothing can be scored, and vLLM cannot go on with
@@ -229,8 +231,7 @@ class _Connection:
         return await asyncio.gather(*asked)
 
     async def _scores(self, tokens: list[int], last: int, salt: str, name: str) -> list[float]:
-        """The log-probs of the `last` tokens as the model's own, without cuts: vLLM masks logits before it takes any,
-        so they are those of a prompt. None where that was cut."""
+        """Return the model's own log-probs of the `last` tokens, as those of a prompt; none if that was cut."""
         prompt = {"type": "token", "prompt_token_ids": tokens, "cache_salt": salt}
         params = self._params.SamplingParams(
             temperature=0.0,
@@ -260,7 +261,7 @@ class _Connection:
             max_tokens=ask.max_tokens,
             stop_token_ids=ask.stop,
             ignore_eos=True,
-            logprobs=0,
+            logprobs=int(ask.both),
             flat_logprobs=True,
             detokenize=False,
             output_kind=self._params.RequestOutputKind.DELTA,
@@ -307,3 +308,16 @@ class _Connection:
             if not task.done():
                 task.cancel()
                 self._put(Part(number, [], [], "abort"))
+
+
+def _logprobs(found: Any, tokens: int, *, both: bool) -> tuple[list[float], list[float]]:
+    """Return the log-probs of the drawn tokens, and the model's own if `both` were asked for: those are in the place of
+    a top token, with an id below 0 (`rillflow_logprobs`)."""
+    if not both:
+        return found.logprobs[:tokens], []
+    if any(token >= 0 for token in found.token_ids[1 : 2 * tokens : 2]):
+        raise ValueError(
+            "vLLM did not compute the model's own log-probs: with speculative decoding only temperatures 0 and 1 "
+            "without top_p and top_k are supported"
+        )
+    return found.logprobs[: 2 * tokens : 2], found.logprobs[1 : 2 * tokens : 2]
