@@ -132,9 +132,14 @@ def learners(
 
 
 def learner(
-    model: PreTrainedModel | None = None, *, peers: Peers = Alone(), in_order: bool = False, **settings: Any
+    model: PreTrainedModel | None = None,
+    *,
+    peers: Peers = Alone(),
+    in_order: bool = False,
+    seed: int = 0,
+    **settings: Any,
 ) -> Worker:
     """All that trains a small policy, by the graph of its algorithm."""
     config = TrainerConfig(**{"lr": 1e-2, **settings})
     models = learners(config, model, peers=peers, in_order=in_order)
-    return Worker(chain_of(config), models, ALGORITHMS[config.algorithm](config), config, peers)
+    return Worker(chain_of(config), models, ALGORITHMS[config.algorithm](config), config, peers, seed=seed)
