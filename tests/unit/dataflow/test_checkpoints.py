@@ -89,7 +89,10 @@ async def test_changes_wait_for_the_rest_and_looks_do_not(tmp_path, monkeypatch)
         monkeypatch.setattr(run.ledger.db, "checkpoint", second_is_slow)
         changing = asyncio.create_task(change(run, 3 * EVERY // 10))
         assert await asyncio.to_thread(held.wait, 60)
-        assert (await asyncio.wait_for(run.client.status(), 60)).phase == "training"
+        changed = run.ledger.db.changes
+        for _ in range(50):
+            assert (await asyncio.wait_for(run.client.status(), 60)).phase == "training"
+        assert run.ledger.db.changes == changed
         assert not changing.done()
         go_on.set()
         await asyncio.wait_for(changing, 60)
