@@ -133,4 +133,7 @@ class Meter:
 def recorded(bench: str, name: str) -> float:
     """Return the results of another bench from its file in `bench/results`."""
     rows: Iterable[dict[str, Any]] = json.loads((RESULTS / f"{bench}.json").read_text())["results"]
-    return float(next(row["ours"] for row in rows if row["name"] == name))
+    found = [float(row["ours"]) for row in rows if row["name"] == name]
+    if not found:
+        raise SystemExit(f"bench/results/{bench}.json has no result {name!r}: it was measured again under another name")
+    return found[0]

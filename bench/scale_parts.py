@@ -46,8 +46,8 @@ def measure_parts(*, quick: bool = False) -> PartCosts:
         **_gateway(64 if quick else 256),
         **asyncio.run(_weights(rounds)),
         disk_byte=statistics.median(disk_write(64 << 20, synced=True) for _ in range(3)) / (64 << 20),
-        encode_byte=1e-9 / recorded("weights_gpu-h200", "2.51 % changed: encode"),
-        apply_byte=1e-9 / recorded("weights_gpu-h200", "2.51 % changed: apply"),
+        encode_byte=1e-9 / recorded("weights_gpu-h200", "random weights, lr 1e-06, 1.30 % changed: encode"),
+        apply_byte=1e-9 / recorded("weights_gpu-h200", "random weights, lr 1e-06, 1.30 % changed: apply"),
         # GB for 14.8e9 weights, of which as many change as at lr 1e-6
         delta_share=recorded("weights-cpu-aarch64", "14.8B weights, 0.20 % changed as at lr 1e-06, AstraFlow") / 14.8,
     )
