@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from bench.scale_costs import Costs, Curve, LedgerCosts, PartCosts, call_and_each
+import bench
+from bench.scale_costs import Costs, Curve, LedgerCosts, PartCosts, call_and_each, recorded
 from bench.scale_model import Simulation
 from bench.scale_queues import Clock, Engine, Server
 from bench.scale_world import MODELS, Device, Work, World, by_host, centralised, world_of
@@ -153,3 +156,18 @@ def test_a_run_that_gets_nowhere_in_its_time_has_a_rate_all_the_same() -> None:
     assert outcome.steps == 0
     assert outcome.rate == 0.0
     assert outcome.bottleneck == "ledger"
+
+
+def test_results_that_the_simulation_takes_from_other_benches_are_recorded() -> None:
+    asked = [
+        match.groups()
+        for file in Path(bench.__file__).parent.glob("scale_*.py")
+        for match in re.finditer(r'recorded\("([^"]+)", "([^"]+)"\)', file.read_text())
+    ]
+    assert len(asked) >= 4
+    assert all(recorded(*name) > 0.0 for name in asked)
+
+
+def test_a_result_that_is_not_recorded_is_named() -> None:
+    with pytest.raises(SystemExit, match="trainer-h200.json has no result '9b: tokens a second'"):
+        recorded("trainer-h200", "9b: tokens a second")
