@@ -169,5 +169,5 @@ def test_results_that_the_simulation_takes_from_other_benches_are_recorded() -> 
 
 
 def test_a_result_that_is_not_recorded_is_named() -> None:
-    with pytest.raises(SystemExit, match="trainer-h200.json has no result '9b: tokens a second'"):
+    with pytest.raises(SystemExit, match="has no result '9b: tokens a second'"):
         recorded("trainer-h200", "9b: tokens a second")
