@@ -1,17 +1,21 @@
 """Arms of a learning experiment: runs of the user's commands, several at once, and their held-out rewards.
 
-Each run has a folder of its own under one folder. A run that is finished is not made again, so an experiment that was
-cut short goes on where it was.
+Each run has a folder of its own under one folder. A run that is finished is not made again, so an experiment that its
+time limit has cut short goes on where it was when it is started again.
 """
 
 from __future__ import annotations
 
 import json
 import math
+import os
+import signal
 import sqlite3
 import statistics
 import subprocess
 import sys
+import tempfile
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
@@ -21,12 +25,13 @@ from threading import Lock, Semaphore
 from typing import TypeVar
 
 LIMIT = 1500  # seconds of one command
+_STOPPING = 20  # seconds that a command gets to stop
 _NORMAL_95 = 1.96
-_EPISODES = "SELECT count(*) FROM tasks WHERE lane = 'train' AND state = 'done'"
+_EPISODES = "SELECT count(*) FROM tasks t JOIN groups g ON g.id = t.grp WHERE g.lane = 'train' AND t.state = 'done'"
 _ROUNDS = "SELECT id FROM rounds WHERE state = 'ended' ORDER BY id"
 _OF_PROMPTS = (
     "SELECT avg(t.reward) FROM tasks t JOIN groups g ON g.id = t.grp "
-    "WHERE t.lane = 'eval' AND t.round = ? AND t.state = 'done' GROUP BY g.prompt"
+    "WHERE g.lane = 'eval' AND g.round = ? AND t.state = 'done' GROUP BY g.prompt"
 )
 
 Made = TypeVar("Made")
@@ -48,39 +53,87 @@ class Mean:
         return f"{self.value:.3f} ± {self.error:.3f}"
 
 
-class Runs:
-    """The runs of an experiment under `folder`, at most `jobs` commands at once. Any thread may ask for one."""
+class NotMade(Exception):
+    """The time is up and a run is not finished."""
 
-    def __init__(self, folder: Path, jobs: int) -> None:
+
+class Runs:
+    """The runs of an experiment under `folder`, at most `jobs` commands at once, for so many `seconds`: then running
+    commands are stopped, and what is not there yet raises NotMade. Any thread may ask for a run."""
+
+    def __init__(self, folder: Path, jobs: int, seconds: float = math.inf) -> None:
         self.folder = folder
+        self._end = time.monotonic() + seconds
         self._jobs = Semaphore(jobs)
         self._guard = Lock()
         self._locks: dict[str, Lock] = {}
 
     def made(self, part: str, *command: str) -> Path:
         """Return the run folder of a part; the command is run now unless it has been run to its end before."""
-        with self._guard:
-            lock = self._locks.setdefault(part, Lock())
-        with lock:
+        with self._lock(part):
             runs = self.folder / part
             if not (done := _finished(runs)):
-                self.rillflow(*command, "--runs", str(runs))
+                self._rillflow(*command, "--runs", str(runs))
                 done = _finished(runs)
             return done[-1]
 
-    def rillflow(self, *command: str) -> None:
-        with self._jobs:
-            print("rillflow", *command, file=sys.stderr, flush=True)
-            words = [sys.executable, "-m", "rillflow", *command]
-            done = subprocess.run(words, capture_output=True, text=True, timeout=LIMIT, check=False)
-        if done.returncode:
-            raise RuntimeError(f"rillflow {' '.join(command)} failed:\n{done.stdout[-1000:]}\n{done.stderr[-3000:]}")
+    def written(self, part: str, *command: str) -> Path:
+        """Return the path of a part that a command writes; `{}` stands for it. The command is run once."""
+        path = self.folder / part
+        with self._lock(part):
+            if not path.exists():
+                self._rillflow(*(word.replace("{}", str(path)) for word in command))
+            return path
+
+    def exported(self, run: Path) -> Path:
+        """Return the model folder of a run's first policy, as it was when the run ended."""
+        return self.written(f"{run.parent.name}-model", "export", str(run), "{}")
+
+    def _lock(self, part: str) -> Lock:
+        with self._guard:
+            return self._locks.setdefault(part, Lock())
+
+    def _rillflow(self, *command: str) -> None:
+        # Tiny policies play and learn faster on the CPU; a fit takes the GPU if there is one.
+        hidden = {"CUDA_VISIBLE_DEVICES": ""} if command[0] == "run" else {}
+        words = [sys.executable, "-m", "rillflow", *command]
+        with self._jobs, tempfile.TemporaryFile("w+") as said:
+            begun = time.monotonic()
+            if begun >= self._end:
+                raise NotMade(" ".join(command))
+            process = subprocess.Popen(words, stdout=said, stderr=said, env={**os.environ, **hidden})
+            try:
+                code = process.wait(min(LIMIT, self._end - begun))
+            except subprocess.TimeoutExpired:
+                _stop(process)
+                raise NotMade(" ".join(command)) from None
+            print(f"{time.monotonic() - begun:.0f} s: rillflow", *command, file=sys.stderr, flush=True)
+            if code:
+                said.seek(0)
+                raise RuntimeError(f"rillflow {' '.join(command)} failed:\n{said.read()[-4000:]}")
 
 
-def at_once(work: Sequence[Callable[[], Made]]) -> list[Made]:
-    """Return what the functions return, each called in a thread of its own."""
+def _stop(process: subprocess.Popen[bytes]) -> None:
+    """Let a run stop its processes, as Ctrl-C does."""
+    process.send_signal(signal.SIGINT)
+    try:
+        process.wait(_STOPPING)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+
+
+def at_once(work: Sequence[Callable[[], Made]]) -> list[Made | None]:
+    """Return what the functions return, each called in a thread of its own; None for what is NotMade."""
+
+    def made(one: Callable[[], Made]) -> Made | None:
+        try:
+            return one()
+        except NotMade:
+            return None
+
     with ThreadPoolExecutor(max(len(work), 1)) as pool:
-        return [done.result() for done in [pool.submit(one) for one in work]]
+        return list(pool.map(made, work))
 
 
 def held_out(run: Path) -> tuple[Mean, Mean]:
@@ -103,12 +156,6 @@ def asked(run: Path, query: str, *values: object) -> list[tuple[float, ...]]:
     """Return the rows of a query to a run's ledger."""
     with closing(_ledger(run)) as ledger:
         return ledger.execute(query, values).fetchall()
-
-
-def metric(run: Path, name: str) -> list[float]:
-    """Return the values of a metric of a run's steps, in their order."""
-    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    return [float(line[name]) for line in lines if name in line]
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

@@ -1,16 +1,18 @@
 """A solver and a verifier that learn at once, against the solver alone on as many samples.
 
-    python -m bench.solver_verifier [--seeds N …] [--steps N] [--jobs 1] [--keep FOLDER] [--quick] [--json FILE]
+    python -m bench.solver_verifier [--seeds N …] [--steps N] [--jobs 1] [--keep FOLDER] [--quick] [--seconds N]
+                                    [--json FILE]
 
-Real runs of `recipes/solver_verifier.yaml` on the digits, from one supervised warm start, for each seed:
+Real runs of `recipes/solver_verifier.yaml` on the pairs, which are easier to check than to solve, from one supervised
+warm start of both policies, for each seed:
 
 pair            both policies train at once; a rejected solver tries again
 always approve  the first answers of the pair's solver: what it would be without its verifier
-solver alone    `recipes/digits.yaml` until its solver has trained on as many samples as the pair's
+solver alone    `recipes/pairs.yaml` until its solver has trained on as many samples as the pair's
 best of 3       the same number of samples, three answers to each question, of which the most frequent is taken
 
-Rewards are those of held-out prompts, four episodes of each, with intervals over prompts. With `--keep`, runs that are
-there already are not made again.
+Rewards are those of held-out prompts, four episodes of each, with intervals over prompts. With --keep, runs that are
+there already are not made again; with --seconds those that are finished in time are reported.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from bench.arms import Mean, Runs, asked, at_once, held_out, table
+from bench.arms import Mean, NotMade, Runs, asked, at_once, held_out, table
 from bench.common import Report, parser
 from rillflow.dataflow.audit import audit
 
@@ -37,7 +39,7 @@ _VERDICTS = (
     "SELECT g.prompt, s.reward, v.reward, t.reward FROM tasks t JOIN groups g ON g.id = t.grp "
     "JOIN samples s ON s.grp = t.grp AND s.place = t.place AND s.agent = 'solver' AND s.turn = 0 "
     "JOIN samples v ON v.grp = t.grp AND v.place = t.place AND v.agent = 'verifier' "
-    "WHERE t.lane = 'eval' AND t.round = ? AND t.state = 'done'"
+    "WHERE g.lane = 'eval' AND g.round = ? AND t.state = 'done'"
 )
 
 
@@ -52,7 +54,7 @@ class Found:
 
 @dataclass(frozen=True)
 class Verdicts:
-    """Of the verifier after training: how often its verdict fits right first answers, and wrong ones."""
+    """How often a verifier's verdict fits right first answers, and wrong ones."""
 
     right: float
     wrong: float
@@ -74,10 +76,8 @@ class Bench:
         """The model that all begin with."""
         if self._given is not None:
             return self._given
-        quick = ["trainer.steps=24"] if self._few else []
-        return (
-            self._runs.made("digits-warm", "fit", "digits_warm", f"runtime.threads={self._threads}", *quick) / "model"
-        )
+        quick = ["trainer.steps=8", "trainer.batch_groups=64", "data.train.arguments.count=512"] if self._few else []
+        return self._runs.made("pairs-warm", "fit", "pairs_warm", f"runtime.threads={self._threads}", *quick) / "model"
 
     def pair(self, seed: int) -> Found:
         return self._found(self._pair(seed))
@@ -88,18 +88,17 @@ class Bench:
         before, after = (Mean.of(_by_prompt(rows)) for rows in _evaluations(run))
         return Found(before, after, _samples(run))
 
-    def verdicts(self, seed: int) -> Verdicts:
-        rows = _evaluations(self._pair(seed))[1]
-        kinds = [[judged for _, worth, judged, _ in rows if (worth > 0.5) == right] for right in (True, False)]
-        right, wrong = (statistics.fmean(kind) if kind else math.nan for kind in kinds)
-        return Verdicts(right, wrong)
+    def verdicts(self, seed: int) -> tuple[Verdicts, Verdicts]:
+        """Return the verdicts before and after training."""
+        before, after = (_verdicts(rows) for rows in _evaluations(self._pair(seed)))
+        return before, after
 
     def alone(self, seed: int) -> Found:
         """A batch has 64 samples: group_size times batch_groups."""
         return self._equal(ALONE, seed, 64)
 
     def best_of(self, seed: int) -> Found:
-        check = "rillflow.examples.digits:reward"
+        check = "rillflow.examples.pairs:reward"
         options = f'options={{answers: {ANSWERS}, check: "{check}", prompts: {{solve: "{{question}}"}}}}'
         workflow = ["workflow=rillflow.agents.workflows.best_of:play", "reward=null", options]
         groups = ["dataflow.group_size=8", "dataflow.grouping=turn"]
@@ -107,7 +106,7 @@ class Bench:
 
     def _equal(self, name: str, seed: int, batch: int, *more: str) -> Found:
         steps = math.ceil(_samples(self._pair(seed)) / batch)
-        return self._found(self._run(name, "digits", seed, steps, POLICIES[:1], *more))
+        return self._found(self._run(name, "pairs", seed, steps, POLICIES[:1], *more))
 
     def _pair(self, seed: int) -> Path:
         return self._run(PAIR, "solver_verifier", seed, self._steps, POLICIES)
@@ -138,6 +137,12 @@ def _evaluations(run: Path) -> list[list[tuple[Any, ...]]]:
     return [asked(run, _VERDICTS, number) for number in (rounds[0], rounds[-1])]
 
 
+def _verdicts(rows: list[tuple[Any, ...]]) -> Verdicts:
+    kinds = [[judged for _, worth, judged, _ in rows if (worth > 0.5) == right] for right in (True, False)]
+    right, wrong = (statistics.fmean(kind) if kind else math.nan for kind in kinds)
+    return Verdicts(right, wrong)
+
+
 def _by_prompt(rows: list[tuple[Any, ...]]) -> list[float]:
     found: dict[str, list[float]] = {}
     for prompt, worth, *_ in rows:
@@ -145,19 +150,22 @@ def _by_prompt(rows: list[tuple[Any, ...]]) -> list[float]:
     return [statistics.fmean(values) for values in found.values()]
 
 
-def report(found: dict[str, list[Found]], verdicts: list[Verdicts], destination: str | None) -> None:
+def report(found: dict[str, list[Found]], verdicts: list[tuple[Verdicts, Verdicts]], destination: str | None) -> None:
     made = Report("solver_verifier")
     after = {name: statistics.fmean(one.after.value for one in ones) for name, ones in found.items()}
     before = statistics.fmean(one.before.value for one in found[PAIR])
     made.add("trajectory, mean of seeds: pair (peer: before)", after[PAIR], before, unit="reward", goal=1.0)
-    for name in (ALONE, APPROVE, BEST):
+    for name in (name for name in found if name != PAIR):
         made.add(f"trajectory, mean of seeds: pair (peer: {name})", after[PAIR], after[name], unit="reward", goal=1.0)
     arms = {
         name: [{"before": [one.before.value, one.before.error], "after": [one.after.value, one.after.error],
                 "solver_samples": one.samples} for one in ones]
         for name, ones in found.items()
     }  # fmt: skip
-    kinds = [{"right": one.right, "wrong": one.wrong} for one in verdicts]
+    kinds = [
+        {"before": [first.right, first.wrong], "after": [last.right, last.wrong], "balanced": last.balanced}
+        for first, last in verdicts
+    ]
     made.finish(destination, arms=arms, verdicts=kinds)
     rows = []
     for name, ones in found.items():
@@ -166,8 +174,9 @@ def report(found: dict[str, list[Found]], verdicts: list[Verdicts], destination:
         samples = statistics.fmean(one.samples for one in ones)
         rows.append([name, f"{start:.2f}", f"**{after[name]:.2f}** ({single})", f"{samples:.0f}"])
     print(table(["arm", "before", "after (each seed)", "solver samples"], rows))
-    each = ", ".join(f"{one.right:.2f} and {one.wrong:.2f}" for one in verdicts)
-    print(f"verdicts that fit, of right and of wrong first answers: {each}")
+    for name, ones in zip(("before", "after"), zip(*verdicts, strict=True), strict=True):
+        each = ", ".join(f"{one.right:.2f} and {one.wrong:.2f}" for one in ones)
+        print(f"verdicts that fit, of right and of wrong first answers, {name}: {each}")
 
 
 def main() -> None:
@@ -178,17 +187,25 @@ def main() -> None:
     arguments.add_argument("--threads", type=int, default=1, help="torch threads of the warm start")
     arguments.add_argument("--warm", type=Path, help="model folder of a warm start that was made before")
     arguments.add_argument("--keep", type=Path, help="where runs stay; those that are there are not made again")
+    arguments.add_argument("--seconds", type=float, default=math.inf, help="stop then and report what is finished")
     given = arguments.parse_args()
-    seeds, steps = ([7], 3) if given.quick else ([7, 11, 3], 12)
+    seeds, steps = ([7], 2) if given.quick else ([7, 11, 3], 32)
     seeds, steps = given.seeds or seeds, given.steps or steps
     with tempfile.TemporaryDirectory() as temporary:
         folder = (given.keep or Path(temporary)).resolve()
         warm = given.warm and given.warm.resolve()
-        bench = Bench(Runs(folder, given.jobs), steps=steps, warm=warm, threads=given.threads, few=given.quick)
+        runs = Runs(folder, given.jobs, given.seconds)
+        bench = Bench(runs, steps=steps, warm=warm, threads=given.threads, few=given.quick)
         kinds = {PAIR: bench.pair, APPROVE: bench.first_answers, ALONE: bench.alone, BEST: bench.best_of}
         done = at_once([partial(kind, seed) for kind in kinds.values() for seed in seeds])
-        found = {name: done[place * len(seeds) :][: len(seeds)] for place, name in enumerate(kinds)}
-        report(found, [bench.verdicts(seed) for seed in seeds], given.json)
+        found: dict[str, list[Found]] = {}
+        for place, one in enumerate(done):
+            if one is not None:
+                found.setdefault(list(kinds)[place // len(seeds)], []).append(one)
+        if PAIR not in found:
+            raise NotMade("not even a pair is finished")
+        verdicts = at_once([partial(bench.verdicts, seed) for seed in seeds])
+        report(found, [one for one in verdicts if one is not None], given.json)
 
 
 if __name__ == "__main__":

@@ -14,8 +14,8 @@ from commands import Cli
 @pytest.mark.slow
 def test_a_solver_and_a_verifier_learn_at_once(cli: Cli) -> None:
     """After a few lessons: what matters here is that every answer is one sample with a reward of its own."""
-    cli.run("fit", "digits_warm", "trainer.steps=24", "trainer.batch_groups=32", "data.heldout=null")
-    (model,) = (cli.cwd / "runs").glob("digits_warm-*/model")
+    cli.run("fit", "pairs_warm", "trainer.steps=24", "trainer.batch_groups=32", "data.heldout=null")
+    (model,) = (cli.cwd / "runs").glob("pairs_warm-*/model")
     run = cli.run(
         "run", "solver_verifier", f"policies.solver.model={model}", f"policies.verifier.model={model}",
         "trainer.steps=2", "trainer.batch_groups=2", "data.heldout.arguments.count=8", "dataflow.filters=[]",

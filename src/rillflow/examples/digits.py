@@ -1,11 +1,8 @@
-"""The largest of some digits: a question without tools, with demonstrations for three workflows.
+"""The largest of some digits: a question that agents can share, with demonstrations for the workflow `recursive`.
 
 The splits ask for different sets of digits, and every digit is an answer in both. A policy has to learn to compare; it
-cannot memorise the answers.
-
-The templates VERIFY and RETRY are those of `recipes/solver_verifier.yaml`; the tags of `delegations` are those of the
-workflow `recursive`. The demonstrations give the right digit with probability `right` and another one of the question
-otherwise, so a policy learns the format and reinforcement learning can still improve its answers.
+cannot memorise the answers. Agents that answer alone give the right digit with probability `right` and another one of
+the question otherwise, so a policy learns the format and reinforcement learning can still improve its answers.
 """
 
 from __future__ import annotations
@@ -19,10 +16,7 @@ from typing import Any
 from rillflow.agents.environments.splits import check_split
 
 QUESTION = "What is the largest of {digits}?"
-VERIFY = "{question} {solution}. Is it right?"
-RETRY = "{question} {verdict}"
 _DELEGATED_SIZE = 6  # digits of a question whose halves are delegated
-_SHOWN_RIGHT = 0.5  # share of right solutions among those shown to the verifier
 _NUMBER = re.compile(r"-?[0-9]+")
 
 Payload = Mapping[str, Any]
@@ -60,15 +54,6 @@ def reward(payload: Payload, answer: str | None) -> float:
 # Demonstrations
 
 
-def lessons(split: str, count: int, seed: int, right: float = 0.7) -> Iterator[dict[str, Any]]:
-    """Yield `count` rows for sft: solutions, verdicts and retries in turn."""
-    generator = random.Random(f"digits_lessons/{split}/{seed}")
-    kinds = (_solution, _verdict, _retry)
-    for index, prompt in enumerate(prompts(split, count, seed)):
-        asked, answer = kinds[index % len(kinds)](prompt["payload"], generator, right)
-        yield {"id": prompt["id"], "payload": {"messages": _conversation(asked, answer)}}
-
-
 def delegations(split: str, count: int, seed: int, right: float = 0.7) -> Iterator[dict[str, Any]]:
     """Yield `count` rows for sft: in turn an agent that answers alone and one that delegates both halves."""
     generator = random.Random(f"digits_delegations/{split}/{seed}")
@@ -77,27 +62,6 @@ def delegations(split: str, count: int, seed: int, right: float = 0.7) -> Iterat
         halves = [digits[: len(digits) // 2], digits[len(digits) // 2 :]]
         messages = _delegated(digits, halves) if index % 2 else _alone(halves[0], generator, right)
         yield {"id": prompt["id"], "payload": {"messages": messages}}
-
-
-def _solution(payload: Payload, generator: random.Random, right: float) -> tuple[str, str]:
-    return payload["question"], _digit(payload, generator, right)
-
-
-def _verdict(payload: Payload, generator: random.Random, right: float) -> tuple[str, str]:
-    """The verifier solves the question itself and compares the results."""
-    shown, found = _digit(payload, generator, _SHOWN_RIGHT), _digit(payload, generator, right)
-    asked = VERIFY.format(question=payload["question"], solution=shown)
-    return asked, _verdict_text(found, approves=shown == found)
-
-
-def _retry(payload: Payload, generator: random.Random, right: float) -> tuple[str, str]:
-    """The verifier may be wrong too, so the second answer does not always repeat the verifier's digit."""
-    rejected = _verdict_text(_digit(payload, generator, right), approves=False)
-    return RETRY.format(question=payload["question"], verdict=rejected), _digit(payload, generator, right)
-
-
-def _verdict_text(found: str, *, approves: bool) -> str:
-    return f"I get {found}. <verify>{'approve' if approves else 'reject'}</verify>"
 
 
 def _alone(digits: list[int], generator: random.Random, right: float) -> list[dict[str, str]]:

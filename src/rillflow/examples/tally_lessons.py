@@ -18,7 +18,7 @@ from rillflow.examples.stockroom import BOXES, ITEMS
 
 # Short: a tiny policy learns the rest from the demonstrations.
 PROMPTS = {
-    "planner": "{question}\n{memory}",
+    "planner": "{question}\n{memory}\n{left} more",
     "final": "{planner}\nanswer",
     "verifier": "{question}\n{memory}\nenough?",
 }
@@ -46,11 +46,11 @@ def demonstrations(
 def _play(payload: Payload, generator: random.Random, mistakes: float) -> Iterator[tuple[str, str]]:
     """The prompts and answers of one episode, without some of those at which a look-up is due."""
     question, memory, found = payload["question"], TaskMemory(), dict[str, str]()
-    for _ in range(MAX_STEPS):
+    for left in range(MAX_STEPS, 0, -1):
         best = right(payload, found)
         decision = _mistake(payload, found, generator) if generator.random() < mistakes else best
         if best.action != "search" or generator.random() < _SHARE_OF_LOOK_UPS:
-            yield asked(PROMPTS, "planner", question=question, memory=memory.text()), decision.written()
+            yield asked(PROMPTS, "planner", question=question, memory=memory.text(), left=left), decision.written()
         if decision.action == ANSWER:
             return
         result = _result(payload, decision)

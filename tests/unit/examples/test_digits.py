@@ -1,4 +1,4 @@
-"""The digits and the formulas: prompts, rewards, and lessons that agree with the recipes."""
+"""The digits, the pairs and the formulas: prompts, rewards, and lessons that agree with the recipes."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from rillflow.agents.workflows.coding import CASES, written_cases
 from rillflow.agents.workflows.solver_selector import choice_of
 from rillflow.agents.workflows.solver_verifier import verdict_of
 from rillflow.config.load import load_recipe
-from rillflow.examples import digits, formulas
+from rillflow.examples import digits, formulas, pairs
 from tiny_policy import tiny_tokenizer
 
 
-@pytest.mark.parametrize("task", [digits, formulas])
+@pytest.mark.parametrize("task", [digits, formulas, pairs])
 def test_prompts_repeat_and_splits_are_apart(task: Any) -> None:
     rows = list(task.prompts("train", 200, 1))
     assert rows == list(task.prompts("train", 200, 1)) != list(task.prompts("train", 200, 2))
@@ -39,16 +39,31 @@ def test_formulas_are_what_their_tests_say() -> None:
         exec("\n".join([row["payload"]["code"], *row["payload"]["test_list"]]), names)
 
 
-def test_lessons_of_the_digits() -> None:
-    prompts = load_recipe("solver_verifier").options["prompts"]
-    assert (prompts["verify"], prompts["retry"]) == (digits.VERIFY, digits.RETRY)
-    said = [row["payload"]["messages"] for row in digits.lessons("train", 300, 1)]
-    verdicts = [verdict_of(answer["content"]) for _, answer in said[1::3]]
-    assert set(verdicts) == {"approve", "reject"}
-    assert all(re.fullmatch(r"\d", answer["content"]) for _, answer in said[::3] + said[2::3])
+def test_pairs_are_right_if_their_digits_make_the_sum() -> None:
+    payload = {"digits": {"a": 3, "b": 8, "c": 1, "d": 6, "e": 9}, "target": 12}
+    for answer, worth in [("a+e", 1.0), ("b + c, no: e+a", 1.0), ("d+d", 0.0), ("a+b", 0.0), ("f+e", 0.0), ("", 0.0)]:
+        assert pairs.reward(payload, answer) == worth, answer
+    assert pairs.reward(payload, None) == 0.0
+
+
+def test_lessons_of_the_pairs() -> None:
+    recipe = load_recipe("solver_verifier")
+    prompts = recipe.options["prompts"]
+    assert (prompts["verify"], prompts["retry"]) == (pairs.VERIFY, pairs.RETRY)
+    rows = [row["payload"]["messages"] for row in pairs.lessons("train", 600, 1)]
+    payloads = [row["payload"] for row in pairs.prompts("train", 600, 1)]
+    solved = [pairs.reward(payload, answer["content"]) for payload, (_, answer) in zip(payloads, rows, strict=True)]
+    assert sum(solved[::3]) == pytest.approx(100, abs=30)
+    assert sum(solved[2::3]) == pytest.approx(100, abs=30)
+    verdicts = [verdict_of(answer["content"]) for _, answer in rows[1::3]]
+    shown = [
+        pairs.reward(payload, asked["content"]) for payload, (asked, _) in zip(payloads[1::3], rows[1::3], strict=True)
+    ]
+    fits = [(verdict == "approve") == bool(right) for verdict, right in zip(verdicts, shown, strict=True)]
+    assert sum(fits) == pytest.approx(190, abs=9), "an unchecked sum may lead to the same verdict"
     tokenizer: Any = tiny_tokenizer()
-    longest = max(len(tokenizer.encode(answer["content"])) for _, answer in said)
-    assert longest < load_recipe("solver_verifier").policies["verifier"].sampling.max_tokens
+    longest = max(len(tokenizer.encode(answer["content"])) for _, answer in rows)
+    assert longest < recipe.policies["verifier"].sampling.max_tokens
 
 
 def test_lessons_of_shared_work() -> None:

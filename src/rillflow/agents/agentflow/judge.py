@@ -12,6 +12,7 @@ from collections.abc import Sequence
 
 import openai
 
+from rillflow.agents.agentflow.actions import Decision
 from rillflow.agents.agentflow.collect import Played
 from rillflow.agents.agentflow.labels import Key, Labels
 from rillflow.agents.agentflow.options import Endpoint
@@ -35,7 +36,7 @@ async def by_judge(episodes: Sequence[Played], endpoint: Endpoint) -> tuple[Labe
     for episode in episodes:
         after = [state.prompt for state in episode.states[1:]] + [None]
         for state, later in zip(episode.states, after, strict=True):
-            asked[episode.prompt, state.prompt, state.taken] = _question(state.prompt, state.taken.written(), later)
+            asked[episode.prompt, state.prompt, state.taken] = judge_prompt(state.prompt, state.taken, later)
     gate = asyncio.Semaphore(AT_ONCE)
 
     async def score(prompt: str) -> float | None:
@@ -49,9 +50,10 @@ async def by_judge(episodes: Sequence[Played], endpoint: Endpoint) -> tuple[Labe
     return labels, len(asked) - len(labels)
 
 
-def _question(state: str, decision: str, later: str | None) -> str:
+def judge_prompt(state: str, decision: Decision, later: str | None) -> str:
+    """Return what the judge is asked; `later` is the prompt after the decision, None if it ended the episode."""
     shown = "The decision ended the task." if later is None else f"Afterwards the agent was asked:\n{later}"
-    return f"{RUBRIC}\nThe agent was asked:\n{state}\n\nIt decided:\n{decision}\n\n{shown}"
+    return f"{RUBRIC}\nThe agent was asked:\n{state}\n\nIt decided:\n{decision.written()}\n\n{shown}"
 
 
 async def _score(client: openai.AsyncOpenAI, endpoint: Endpoint, prompt: str) -> float | None:

@@ -73,10 +73,14 @@ class Flow:
         fallback = result if told else at.fallback
         return replace(at, left=left, fallback=fallback, final=enough, over=left == 0 and not enough)
 
+    def ends(self, at: Position, decision: Decision) -> bool:
+        """Return whether the episode is over with this decision, whatever its result is."""
+        return decision.action == ANSWER or (at.left == 1 and self.options.verifier == "none")
+
     async def play_on(self, at: Position, planner: Planner) -> Position:
         """Play to the end, carrying out the first of the decisions that `planner` samples from each state."""
         while not at.over:
-            state = await planner.decide(self.question, at.memory.text(), final=at.final)
+            state = await planner.decide(self.question, at.memory.text(), at.left, final=at.final)
             at = await self.advance(at, state.taken)
         return at
 

@@ -36,7 +36,9 @@ class StepRewardOptions(Section):
         6, description="decisions sampled from each state; the first well-formed one is carried out"
     )
     outcome: Share = Field(
-        0.0, description="weight of the outcome, where it is known, in a decision's reward; 0: the model's score alone"
+        0.0,
+        description="weight of the episode's outcome in the reward of a decision that was carried out; one that ends "
+        "the episode is then worth its outcome; 0: the model's score alone",
     )
     results: bool = Field(
         True, description="false: the model does not read the results of earlier decisions (ablation)"

@@ -54,11 +54,11 @@ class Planner:
         self._count = count
         self.states: list[AskedState] = []
 
-    async def decide(self, question: str, memory: str, *, final: bool = False) -> AskedState:
-        """Sample decisions for a state; only answers where it is to be the `final` one."""
+    async def decide(self, question: str, memory: str, left: int, *, final: bool = False) -> AskedState:
+        """Sample decisions for a state with `left` steps; only answers where it is to be the `final` one."""
         actions = [ANSWER] if final else self._actions
         part, named = "final" if final else "planner", ", ".join(actions)
-        prompt = asked(self._options.prompts, part, question=question, memory=memory, actions=named)
+        prompt = asked(self._options.prompts, part, question=question, memory=memory, actions=named, left=left)
         settings: dict[str, Any] = {"max_tokens": self._options.max_tokens}
         if self._options.structured:
             settings["schema"] = schema(actions, self._options.longest)

@@ -3,7 +3,7 @@
 A decision's reward is a process reward model's score, or the mean outcome of several continuations: the same policy
 plays on from the state that the decision leads to. Invariants: every sampled answer gets a reward, 0.0 where it was
 malformed; equal decisions from one state get equal rewards; a model that fails raises, so that no reward is made up.
-Continuations call tools again, so a tool must not keep state between calls.
+Continuations and outcomes call tools again, so a tool must not keep state between calls.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from dataclasses import replace
 from statistics import fmean, pstdev
 from typing import TYPE_CHECKING
 
-from rillflow.agents.agentflow.actions import ANSWER, Decision
+from rillflow.agents.agentflow.actions import Decision
 from rillflow.agents.agentflow.planner import CONTINUATION, ROLE, AskedState
 from rillflow.agents.agentflow.prm_text import prm_row, without_results
 from rillflow.agents.rewards.process import ProcessReward
@@ -39,7 +39,7 @@ async def play_rated(episode: Episode, flow: Flow, options: StepRewardOptions) -
     at = await flow.begin()
     while not at.over:
         here = replace(at, memory=at.memory.copy())
-        state = await planner.decide(flow.question, at.memory.text(), final=at.final)
+        state = await planner.decide(flow.question, at.memory.text(), at.left, final=at.final)
         visited[state.prompt] = here
         at = await flow.advance(at, state.taken)
     outcomes = Outcomes(episode, flow)
@@ -51,8 +51,9 @@ async def play_rated(episode: Episode, flow: Flow, options: StepRewardOptions) -
     else:
         found = await _scored(episode, flow, planner.states, options)
         if options.outcome:
+            of_episode = await outcomes.of_answer(flow.answer(at))
             found = [
-                await outcomes.mixed(rewards, state, at, options.outcome)
+                await outcomes.mixed(rewards, state, visited[state.prompt], of_episode, options.outcome)
                 for rewards, state in zip(found, planner.states, strict=True)
             ]
     for state, rewards in zip(planner.states, found, strict=True):
@@ -73,11 +74,11 @@ class Outcomes:
         return 0.0 if answer is None else min(1.0, max(0.0, await self._check(answer)))
 
     async def continued(self, at: Position, state: AskedState, count: int) -> dict[Decision, float]:
-        """Return the mean outcome of `count` continuations of each decision. An answer ends the episode: it has one."""
+        """Return the mean outcome of `count` continuations of each decision; one that ends the episode has one."""
 
         async def mean(decision: Decision) -> float:
-            if decision.action == ANSWER:
-                return await self.of_answer(decision.action_input)
+            if self._flow.ends(at, decision):
+                return await self._of_end(at, decision)
             return fmean(await asyncio.gather(*(self._played(at, decision) for _ in range(count))))
 
         decisions = _decisions(state)
@@ -89,18 +90,25 @@ class Outcomes:
         ended = await self._flow.play_on(begun, self._flow.planner(CONTINUATION))
         return await self.of_answer(self._flow.answer(ended))
 
-    async def mixed(self, scores: Rewards, state: AskedState, end: Position, weight: float) -> dict[Decision, float]:
-        """Return the scores, with `weight` of the outcome where it is known: of the decision that was carried out in
-        this episode, which came to its `end`, and of every sampled answer, which would have ended it."""
+    async def _of_end(self, at: Position, decision: Decision) -> float:
+        """Return the outcome of a decision that ends the episode."""
+        ended = await self._flow.advance(replace(at, memory=at.memory.copy()), decision)
+        return await self.of_answer(self._flow.answer(ended))
+
+    async def mixed(
+        self, scores: Rewards, state: AskedState, at: Position, of_episode: float, weight: float
+    ) -> dict[Decision, float]:
+        """Return the rewards of the decisions of a state.
+
+        A decision that ends the episode is worth its outcome, carried out or not. The one that was carried out has
+        `weight` of the outcome of the episode. Of the others only the score is known, an estimate of their outcome.
+        """
         rewards = dict(scores)
         for decision, score in scores.items():
-            if decision.action == ANSWER:
-                outcome = await self.of_answer(decision.action_input)
+            if self._flow.ends(at, decision):
+                rewards[decision] = await self._of_end(at, decision)
             elif decision == state.taken:
-                outcome = await self.of_answer(self._flow.answer(end))
-            else:
-                continue
-            rewards[decision] = (1 - weight) * score + weight * outcome
+                rewards[decision] = (1 - weight) * score + weight * of_episode
         return rewards
 
 

@@ -49,3 +49,4 @@ def test_prompts_are_filled_in_one_pass_and_may_show_json() -> None:
     assert final.startswith(asked(PROMPTS, "planner", question="why?", memory="", actions="answer"))
     assert "why?" in final
     assert "nothing" in final
+    assert "left: 3" in asked(PROMPTS, "planner", question="why?", memory="", left=3)

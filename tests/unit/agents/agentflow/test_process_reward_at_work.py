@@ -139,8 +139,16 @@ async def test_the_outcome_is_mixed_in_where_it_is_known(folder: str) -> None:
     scores, rewards = plain.rewards(), mixed.rewards()
     assert rewards[0] == pytest.approx(scores[0] / 2, abs=1e-5), "it was carried out, and the episode failed"
     assert rewards[1] == pytest.approx(scores[1], abs=1e-5), "nobody knows what would have come of it"
-    assert rewards[2] == pytest.approx(scores[2] / 2, abs=1e-5)
-    assert rewards[3] == pytest.approx(scores[3] / 2 + 0.5, abs=1e-5), "an answer that was not given, but is right"
+    assert rewards[2:] == [0.0, 1.0], "an answer ends the episode: it is worth its outcome, given or not"
+
+
+async def test_a_last_step_without_an_answer_is_worth_nothing_whatever_its_score(folder: str) -> None:
+    seen = await played(
+        says("search", FIRST), says("think", "hm"), says("answer", PAID), max_steps=1, verifier="none",
+        check="rillflow.examples.tally:reward", fallback=False,
+        process_reward={"model": folder, "actions": 3, "least": 0.0, "outcome": 0.5},
+    )  # fmt: skip
+    assert seen.rewards() == [0.0, 0.0, 1.0]
 
 
 async def test_however_many_episodes_end_at_once_the_model_is_loaded_once_and_beside_the_loop(

@@ -1,0 +1,63 @@
+"""The learning benches read the ledger of today, and stop when their time is up."""
+
+from __future__ import annotations
+
+import sqlite3
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+
+from bench import solver_verifier
+from bench.arms import NotMade, Runs, asked, at_once, episodes, held_out
+from rillflow.dataflow.ledger.schema import TABLES
+
+
+def ledger(run: Path) -> None:
+    """Write a run with an evaluation before and after training and two training episodes."""
+    run.mkdir(parents=True)
+    with closing(sqlite3.connect(run / "ledger.sqlite")) as database:
+        database.executescript(TABLES)
+        groups = [("e0", "eval", 0), ("e1", "eval", 1), ("t", "train", 0)]
+        for group, lane, number in groups:
+            database.execute(
+                "INSERT INTO groups (id, lane, round, ord, prompt, planned, state, admitted_at) "
+                "VALUES (?, ?, ?, 0, 'p', 2, 'ended', 0)",
+                (group, lane, number),
+            )
+            for place in range(2):
+                reward = float(group == "e1" and place == 0)
+                database.execute(
+                    "INSERT INTO tasks (grp, place, seed, state, reward) VALUES (?, ?, 0, 'done', ?)",
+                    (group, place, reward),
+                )
+                for n, agent in enumerate(("solver", "verifier")):
+                    database.execute(
+                        "INSERT INTO samples VALUES (?, ?, ?, ?, 'unit', 0, 0, 8, 4, 4, 0, 0, ?, 0, 1, ?, 0)",
+                        (group, place, n, agent, reward if agent == "solver" else 1.0, agent),
+                    )
+        for number in range(2):
+            database.execute(
+                "INSERT INTO rounds (id, step, version, state, versions, planned, admitted_at) "
+                "VALUES (?, ?, ?, 'ended', '{}', 2, 0)",
+                (number, number, number),
+            )
+        database.commit()
+
+
+def test_rewards_and_episodes_are_read_from_the_ledger(tmp_path: Path) -> None:
+    ledger(tmp_path / "run")
+    before, after = held_out(tmp_path / "run")
+    assert (before.value, after.value) == (0.0, 0.5)
+    assert episodes(tmp_path / "run") == 2
+    rows = asked(tmp_path / "run", solver_verifier._VERDICTS, 1)
+    assert sorted(rows) == [("p", 0.0, 1.0, 0.0), ("p", 1.0, 1.0, 1.0)]
+
+
+def test_without_time_no_command_is_started(tmp_path: Path) -> None:
+    runs = Runs(tmp_path, 1, seconds=0)
+    with pytest.raises(NotMade, match="fit sft"):
+        runs.made("warm", "fit", "sft")
+    (tmp_path / "labels").write_text("there")
+    found = at_once([lambda: runs.written("labels", "label"), lambda: runs.written("others", "label", "{}")])
+    assert found == [tmp_path / "labels", None]
