@@ -19,6 +19,7 @@ def test_a_solver_and_a_verifier_learn_at_once(cli: Cli) -> None:
     run = cli.run(
         "run", "solver_verifier", f"policies.solver.model={model}", f"policies.verifier.model={model}",
         "trainer.steps=2", "trainer.batch_groups=2", "data.heldout.arguments.count=8", "dataflow.filters=[]",
+        "options.balance=false",
     )  # fmt: skip
     with closing(sqlite3.connect(f"file:{run.folder / 'ledger.sqlite'}?mode=ro", uri=True)) as ledger:
         found = {
