@@ -156,9 +156,11 @@ def report(found: dict[str, list[Found]], verdicts: list[tuple[Verdicts, Verdict
     made = Report("solver_verifier")
     after = {name: statistics.fmean(one.after.value for one in ones) for name, ones in found.items()}
     before = statistics.fmean(one.before.value for one in found[PAIR])
-    made.add("trajectory, mean of seeds: pair (peer: before)", after[PAIR], before, unit="reward", goal=1.0)
+    made.add("trajectory, mean of seeds: pair (peer: before)", after[PAIR], before or None, unit="reward", goal=1.0)
     for name in (name for name in found if name != PAIR):
-        made.add(f"trajectory, mean of seeds: pair (peer: {name})", after[PAIR], after[name], unit="reward", goal=1.0)
+        made.add(
+            f"trajectory, mean of seeds: pair (peer: {name})", after[PAIR], after[name] or None, unit="reward", goal=1.0
+        )
     arms = {
         name: [{"before": [one.before.value, one.before.error], "after": [one.after.value, one.after.error],
                 "solver_samples": one.samples} for one in ones]
