@@ -15,7 +15,8 @@ from rillflow.types import COLUMNS, column_dtype
 if TYPE_CHECKING:
     from rillflow.contracts import Buffer
 
-_PER_TOKEN = frozenset(name for name in COLUMNS if name not in ("transcript", "answer"))
+# Packed choices of experts and texts have other lengths.
+_PER_TOKEN = frozenset(name for name in COLUMNS if name not in ("experts", "transcript", "answer"))
 
 
 @lru_cache(4096)

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from units_support import TOKEN, few_units, row
 
+from rillflow.clients.columns import check_columns
 from rillflow.clients.payloads import DamagedRows, PayloadReader, split_calls, split_ranges
 from rillflow.errors import BadRequest, CorruptData, DeadlineExceeded, StorageError, Unauthorized, WireError
 from rillflow.storage.segments import segment_path
@@ -19,7 +20,7 @@ from rillflow.types import COLUMNS, Row, UnitInfo, Units
 from rillflow.wire.tokens import Keyring
 
 NAMES = ["tokens", "logprobs", "mask"]
-LAST = "rewards"  # of the columns that a row has
+LAST = "experts"  # of the columns that a row has
 WAYS = ["mapped", "ranges", "calls"]
 
 
@@ -95,6 +96,13 @@ async def test_a_sample_may_have_several_rows_and_the_later_one_wins(few, reader
     assert list(one["tokens"]) == [0, 1, 2]
     assert set(two) == {"tokens"}
     assert await reader.read_samples([[], [values]], ["values.f4"]) != []
+
+
+def test_only_columns_with_a_value_for_each_token_have_the_same_length():
+    packed = b"\0" * 23  # choices of experts: a head, and several bytes a token
+    assert check_columns({"tokens": np.zeros(3, "<i4"), "mask": np.zeros(3, "|u1"), "experts": packed}) == 38
+    with pytest.raises(BadRequest, match="differ in length"):
+        check_columns({"tokens": np.zeros(3, "<i4"), "mask": np.zeros(2, "|u1")})
 
 
 async def test_unknown_columns_are_refused(few, reader):

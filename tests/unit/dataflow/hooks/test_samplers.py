@@ -139,22 +139,13 @@ def loads_after(tokens, of_sample, loads):
     return after
 
 
-@given(SAMPLES, st.lists(st.integers(0, 9000), min_size=1, max_size=9), st.booleans())
-def test_ranks_are_within_the_largest_sample_of_each_other(tokens, loads, equal_counts):
-    of_sample = partition(tokens, len(loads), loads, equal_counts=equal_counts)
+@given(SAMPLES, st.lists(st.integers(0, 9000), min_size=1, max_size=9))
+def test_ranks_are_within_the_largest_sample_of_each_other(tokens, loads):
+    of_sample = partition(tokens, len(loads), loads)
     assert len(of_sample) == len(tokens)
     after = loads_after(tokens, of_sample, loads)
     assert max(after) - min(after) <= max([max(loads) - min(loads), *tokens])
-    assert of_sample == partition(tokens, len(loads), loads, equal_counts=equal_counts)
-
-
-@given(SAMPLES, st.integers(1, 9))
-def test_equal_counts_are_within_one_and_still_balanced(tokens, ranks):
-    of_sample = partition(tokens, ranks, equal_counts=True)
-    counts = [of_sample.count(rank) for rank in range(ranks)]
-    assert max(counts) - min(counts) <= 1
-    after = loads_after(tokens, of_sample, [0] * ranks)
-    assert max(after) - min(after) <= max(tokens, default=0)
+    assert of_sample == partition(tokens, len(loads), loads)
 
 
 @given(st.lists(SAMPLES, max_size=5), st.integers(1, 5))
