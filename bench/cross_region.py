@@ -26,7 +26,7 @@ from rich.console import Console
 from rich.table import Table
 
 from bench.common import Report, parser
-from bench.cross_region_parts import TOKEN, Pool, Pull, Train, make_model
+from bench.cross_region_parts import THINK, TOKEN, Pool, Pull, Train, make_model
 from bench.far_links import FAR_PORT, Links, Region, why_not
 
 RTT = 0.3
@@ -43,6 +43,7 @@ class Size(NamedTuple):
     steps: int
     period: float
     regions: tuple[Region, ...]
+    think: float = THINK
 
 
 # Links as narrow for these models as a few Gbit/s are for 14B. CPUs are slow at bf16, so models are small.
@@ -119,7 +120,7 @@ def follow(size: Size, root: Path, *, deltas: bool, pools: bool) -> dict[str, An
         trainer = world.start("hub", "train", "trainer", Train(str(root), size.steps, size.period, deltas, RATE))
         world.wait_for("ready")
         running = {
-            name: world.start(space, "pool", name, Pool(str(root), name, source, "auto"))
+            name: world.start(space, "pool", name, Pool(str(root), name, source, "auto", size.think))
             for name, (space, source) in spaces.items()
         }
         for name in running:

@@ -34,7 +34,7 @@ TOKEN = "the token of a benchmark"
 NODE_TOKEN = scoped_token(TOKEN, "node")
 PROMPT, ANSWER, CONTEXT, STREAMS = 32, 96, 256, 2
 _LOOK = 0.2
-_THINK = 0.1  # seconds between two answers, as an agent has them; many pools share this machine
+THINK = 0.1  # seconds between two answers, as an agent has them; many pools share this machine
 
 
 def make_model(folder: Path, width: int, layers: int) -> int:
@@ -116,6 +116,7 @@ class Pool(NamedTuple):
     name: str
     source: str  # empty: the store's own folder
     mode: str
+    think: float = THINK
 
 
 class _Token(NamedTuple):
@@ -139,7 +140,7 @@ async def pool(ask: Pool) -> dict[str, Any]:
     lags: list[int] = []
     _warm()
     await engine.start()
-    tasks = [asyncio.create_task(_sample(engine, answers, seed)) for seed in range(STREAMS)]
+    tasks = [asyncio.create_task(_sample(engine, answers, seed, ask.think)) for seed in range(STREAMS)]
     tasks.append(asyncio.create_task(refresher.run(0.05)))
     (root / f"ready-{ask.name}").touch()
     try:
@@ -166,7 +167,7 @@ def _warm() -> None:
     delta.decode(base, delta.encode(base, new).data)
 
 
-async def _sample(engine: Engine, answers: list[list[_Token]], seed: int) -> None:
+async def _sample(engine: Engine, answers: list[list[_Token]], seed: int, think: float) -> None:
     generator = torch.Generator().manual_seed(seed)
     count = 0
     while True:
@@ -176,7 +177,7 @@ async def _sample(engine: Engine, answers: list[list[_Token]], seed: int) -> Non
         async for chunk in engine.generate(request):
             answers[-1].append(_Token(time.perf_counter(), chunk.version))
         count += 1
-        await asyncio.sleep(_THINK)
+        await asyncio.sleep(think)
 
 
 def _gaps(answers: list[list[_Token]]) -> dict[str, Any]:

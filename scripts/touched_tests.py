@@ -25,7 +25,7 @@ FOLDERS = ("src", "tests", "bench", "scripts")
 REACH = 3  # steps of imports; farther ones reach nearly every test
 UNKNOWN = 4.0  # seconds of a test file without a recorded duration: about the mean of all
 WORKERS = 2
-SLOW_MARKS = {"slow", "chaos", "engines", "oracle", "agents"}
+SLOW_MARKS = {"slow", "chaos", "engines", "oracle", "agents", "trackers"}
 DURATIONS = ROOT / ".pytest_cache" / "v" / "rillflow" / "durations"  # written by tests/durations.py
 SHOWN = 12  # names of test files that are left out
 

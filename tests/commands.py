@@ -17,11 +17,12 @@ import psutil
 import pytest
 
 from forked_command import ForkedCommand, fork_command
-from rillflow.runtime.early import available
+from rillflow.runtime.early import available, server_environment
 from rillflow.runtime.warm import PATH_ENV
 from scrubbing import scrub
 
-FORKED = {"engine", "fit", "rollout", "stage", "trainer"}  # the commands that import torch
+STARTS_RUNS = {"run", "resume"}  # the commands whose processes are forked, too
+WARM_PROCESS = Path(__file__).with_name("warm_process.py")
 
 
 @dataclass
@@ -96,7 +97,7 @@ def steps_of(folder: Path) -> int:
 
 
 class Warm:
-    """A `rillflow warm` that is started before the first run, and serves all runs of this test process."""
+    """The warm process that all commands of this test process are forked from, started with the first of them."""
 
     def __init__(self) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="warm-")
@@ -106,8 +107,8 @@ class Warm:
         path = f"{self._folder.name}/socket"
         if self._process is None and available():
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "rillflow", "warm"],
-                env={**os.environ, PATH_ENV: path},
+                [sys.executable, str(WARM_PROCESS)],
+                env=server_environment(threads=0) | {PATH_ENV: path},
                 stdout=subprocess.PIPE,
                 text=True,
             )
@@ -138,14 +139,14 @@ class Cli:
     warm: Warm
 
     def start(self, *arguments: str) -> Started:
-        """Start `rillflow ARGUMENTS`; what imports torch is forked from a process that has imported it."""
-        if arguments[0] in FORKED and available():
+        """Start `rillflow ARGUMENTS`, forked from a process that has imported what it needs."""
+        warm = {PATH_ENV: self.warm.path() if arguments[0] in STARTS_RUNS else ""}
+        if available():
             log = self._next_log()
-            forked = fork_command(self.warm.path(), [*arguments], self._environment(), log, self.cwd)
+            forked = fork_command(self.warm.path(), [*arguments], self._environment() | warm, log, self.cwd)
             if forked is not None:
                 return self._add(forked, log)
-        warm = self.warm.path() if arguments[0] in {"run", "resume", "try"} else ""
-        return self.start_command(sys.executable, "-m", "rillflow", *arguments, **{PATH_ENV: warm})
+        return self.start_command(sys.executable, "-m", "rillflow", *arguments, **warm)
 
     def start_command(self, *command: str, **environment: str) -> Started:
         """Start any command whose run folders are made in `runs` here."""

@@ -1,4 +1,4 @@
-"""`rillflow` commands that need torch, forked from a process that has imported it: as a run starts its own."""
+"""Commands and other programs that are forked from a process that has imported what they need."""
 
 from __future__ import annotations
 
@@ -7,17 +7,19 @@ import os
 import signal
 import socket
 import subprocess
-from collections.abc import Mapping
+import sys
+from collections.abc import Mapping, Sequence
 from contextlib import chdir, suppress
 from pathlib import Path
-
-import pytest
+from unittest.mock import patch
 
 from rillflow.runtime import warm
 from rillflow.runtime.forking import ENVIRONMENT
 from rillflow.runtime.process import role_environment
 
 PATIENCE = 120.0
+PYTHON = "python"  # the first argument of a request for `python ARGUMENTS`
+NAMESPACE = "RILLFLOW_TEST_NAMESPACE"  # the network namespace that a program shall run in
 
 
 class ForkedCommand:
@@ -69,14 +71,27 @@ class ForkedCommand:
         self.send_signal(signal.SIGKILL)
 
 
+Program = ForkedCommand | subprocess.Popen[bytes]
+
+
+def fork_python(
+    path: str, words: Sequence[str], environment: Mapping[str, str], log: Path, cwd: Path | None = None
+) -> Program:
+    """Run `python WORDS` (a script, or `-m` and a module), forked from the warm process that listens at `path`."""
+    forked = fork_command(path, [PYTHON, *words], environment, log, cwd)
+    if forked is not None:
+        return forked
+    with open(log, "ab") as output:
+        return subprocess.Popen([sys.executable, *words], stdout=output, stderr=output, env=environment, cwd=cwd)
+
+
 def fork_command(
     path: str, arguments: list[str], environment: Mapping[str, str], log: Path, cwd: Path | None = None
 ) -> ForkedCommand | None:
     """Fork a command from the warm process that listens at `path`; None where that does not serve this environment."""
     environment = {**environment, **role_environment(1), **ENVIRONMENT}
     own, its = socket.socketpair()
-    with pytest.MonkeyPatch.context() as monkeypatch, chdir(cwd or Path.cwd()), its:
-        monkeypatch.setenv(warm.PATH_ENV, path)
+    with patch.dict(os.environ, {warm.PATH_ENV: path}), chdir(cwd or Path.cwd()), its:
         if warm.fork_server(its, environment, log) is None:
             own.close()
             return None

@@ -10,13 +10,17 @@ from __future__ import annotations
 import multiprocessing
 import os
 import runpy
-import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
+from forked_command import fork_python
 from rillflow.runtime.forking import write_to
 from rillflow.trainer.parallel.launch import launch
+
+if TYPE_CHECKING:
+    from commands import Warm
 
 
 class ForkedRank:
@@ -51,13 +55,14 @@ def main(script: str, ranks: int, logs: Path, *arguments: str) -> int:
     return launch(lambda rank, at: [str(rank), at], ranks, os.environ, lambda rank: logs / f"rank{rank}.log", start)
 
 
-def run_ranks(script: Path, ranks: int, logs: Path, *arguments: str, options: Sequence[str] = ()) -> None:
-    """Run the ranks in a process of their own, with `options` of Python; all must end well."""
-    command = [sys.executable, *options, __file__, str(script), str(ranks), str(logs), *arguments]
+def run_ranks(script: Path, ranks: int, logs: Path, *arguments: str, warm: Warm | None = None) -> None:
+    """Run the ranks in a process of their own, forked from the warm one if that is given; all must end well."""
+    words = [__file__, str(script), str(ranks), str(logs), *arguments]
+    path = "" if warm is None else warm.path()
     environment = os.environ | {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=500, check=False)
+    code = fork_python(path, words, environment, logs / "rank.log").wait(500)
     said = "".join(path.read_text() for path in sorted(logs.glob("rank*.log")))
-    assert done.returncode == 0, f"{done.stdout}\n{done.stderr}\n{said}"
+    assert code == 0, said
 
 
 if __name__ == "__main__":

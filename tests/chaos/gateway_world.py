@@ -6,8 +6,6 @@ import asyncio
 import json
 import os
 import signal
-import subprocess
-import sys
 import threading
 import time
 from collections import Counter
@@ -20,6 +18,8 @@ from typing import Any
 import aiohttp
 import torch
 
+from commands import Warm
+from forked_command import Program, fork_python
 from rillflow.config.load import validate
 from rillflow.contracts import TokenSource
 from rillflow.gateway import Gateway, Policy, Renderer, session_url
@@ -80,16 +80,15 @@ class EngineProcess:
 
     folder: RunFolder
     name: str
+    warm: Warm
     lives: int = 0
-    process: subprocess.Popen[bytes] | None = None
+    process: Program | None = None
 
     def start(self) -> None:
         self.lives += 1
         script = Path(__file__).with_name("logged_engine.py")
-        command = [sys.executable, str(script), str(self.folder.root), self.name, str(self.log(self.lives))]
-        environment = {**os.environ, "RILLFLOW_PARENT": str(os.getpid()), "OMP_NUM_THREADS": "1"}
-        with open(self.folder.log(self.name), "ab") as output:
-            self.process = subprocess.Popen(command, stdout=output, stderr=output, env=environment)
+        words = [str(script), str(self.folder.root), self.name, str(self.log(self.lives))]
+        self.process = fork_python(self.warm.path(), words, os.environ, self.folder.log(self.name))
 
     def log(self, life: int) -> Path:
         return self.folder.root / f"{self.name}.{life}.tokens"
@@ -233,12 +232,12 @@ def started(engines: list[EngineProcess]) -> Iterator[None]:
 
 
 @asynccontextmanager
-async def world(parent: Path, *, every: float, on_update: str = "keep") -> AsyncIterator[World]:
+async def world(parent: Path, warm: Warm, *, every: float, on_update: str = "keep") -> AsyncIterator[World]:
     folder = make_folder(parent, on_update)
     roster = Roster(folder.token)
     folder.publish_endpoint("dataflow", await roster.start())
     publisher = Publisher(folder.weights(POLICY), every)
-    engines = [EngineProcess(folder, f"engine-{number}") for number in range(2)]
+    engines = [EngineProcess(folder, f"engine-{number}", warm) for number in range(2)]
     node = node_engines(
         folder.recipe, name="rollout-0", token=folder.token, weights=folder.root / "weights", roster=roster.engines
     )

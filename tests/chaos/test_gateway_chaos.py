@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from gateway_world import POLICY, World, world
 
+from commands import Warm
 from soak import repetitions
 
 TURNS, TOKENS = 3, 80
@@ -88,14 +89,14 @@ async def wait_for(condition: object, seconds: float, what: str) -> None:
     end = time.monotonic() + seconds
     while not condition():  # type: ignore[operator]
         assert time.monotonic() < end, f"waited {seconds} s for {what}"
-        await asyncio.sleep(0.02)
+        await asyncio.sleep(0.2)  # some conditions read all that the engines have written
 
 
 @pytest.mark.chaos
 @pytest.mark.soak
 @pytest.mark.parametrize("on_update", repetitions(["refill"], ["keep", "refill"]))
-async def test_updates_and_a_kill_under_streaming_sessions(tmp_path: Path, on_update: str) -> None:
-    async with world(tmp_path, every=EVERY, on_update=on_update) as there:
+async def test_updates_and_a_kill_under_streaming_sessions(tmp_path: Path, warm: Warm, on_update: str) -> None:
+    async with world(tmp_path, warm, every=EVERY, on_update=on_update) as there:
         there.publisher.start()
         connector = aiohttp.TCPConnector(limit=0)
         async with aiohttp.ClientSession(connector=connector, timeout=aiohttp.ClientTimeout(total=180)) as http:
@@ -117,8 +118,8 @@ async def test_updates_and_a_kill_under_streaming_sessions(tmp_path: Path, on_up
 
 
 @pytest.mark.chaos
-async def test_a_frozen_engine_is_left_and_used_again_when_it_wakes(tmp_path: Path) -> None:
-    async with world(tmp_path, every=0.5) as there, aiohttp.ClientSession() as http:
+async def test_a_frozen_engine_is_left_and_used_again_when_it_wakes(tmp_path: Path, warm: Warm) -> None:
+    async with world(tmp_path, warm, every=0.5) as there, aiohttp.ClientSession() as http:
         there.publisher.start()
         agents = asyncio.gather(*(there.play(http, f"s{n}", 2, 200, deadline=120) for n in range(40)))
         await wait_for(lambda: there.begun_on(0) >= 5, 120, "answers that have begun")

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import random
-import sys
 import time
 from collections import Counter
-from contextlib import suppress
 from pathlib import Path
 
 import pytest
 import torch
 from killed_publisher import content
 
+from commands import Warm
+from forked_command import fork_python
 from rillflow.errors import RillflowError
 from rillflow.weights.pull import Puller
 from rillflow.weights.transport.sources import FolderSource
@@ -24,23 +25,23 @@ SECONDS = 120.0  # for a number of pulls that takes a few
 
 
 @pytest.mark.chaos
-async def test_what_is_pulled_is_whole_whatever_happens_to_the_trainer(tmp_path: Path) -> None:
+async def test_what_is_pulled_is_whole_whatever_happens_to_the_trainer(tmp_path: Path, warm: Warm) -> None:
     pullers = [Puller(FolderSource(tmp_path / "w"), mode) for mode in ("auto", "delta", "full")]  # type: ignore[arg-type]
     seen: list[Counter[str]] = [Counter() for _ in pullers]
     draw, end = random.Random(0), time.monotonic() + SECONDS
     for life in range(LIVES):
-        publisher = await asyncio.create_subprocess_exec(sys.executable, str(SCRIPT), str(tmp_path / "w"), str(life))
+        words = [str(SCRIPT), str(tmp_path / "w"), str(life)]
+        publisher = fork_python(warm.path(), words, os.environ, tmp_path / f"publisher-{life}.log")
         try:
             wanted = 8 * (life + 1)
             while min(counts["pulled"] for counts in seen) < wanted:
                 assert time.monotonic() < end, f"the pulls do not get on: {seen}"
-                assert publisher.returncode is None, "the publisher must not fail"
+                assert publisher.poll() is None, "the publisher must not fail"
                 await asyncio.gather(*(_pull(*pair) for pair in zip(pullers, seen, strict=True)))
                 await asyncio.sleep(draw.random() * 0.05)
         finally:
-            with suppress(ProcessLookupError):
-                publisher.kill()
-            await publisher.wait()
+            publisher.kill()
+            publisher.wait(60)
     for puller, counts in zip(pullers, seen, strict=True):  # the writer has ended: the head can be pulled
         await _pull(puller, counts)
     assert [counts["delta"] > 0 for counts in seen] == [True, True, False]

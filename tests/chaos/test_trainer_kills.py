@@ -8,11 +8,10 @@ Training goes on every time; at the end the audit balances and weights and ledge
 from __future__ import annotations
 
 import json
+import os
 import random
 import signal
 import sqlite3
-import subprocess
-import sys
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import closing
@@ -21,6 +20,7 @@ from pathlib import Path
 import pytest
 
 from commands import Cli, wait_until
+from forked_command import fork_python
 from rillflow.config import load_recipe
 from rillflow.runtime.folder import RunFolder
 from rillflow.weights import FolderStore
@@ -79,13 +79,12 @@ def folder(cli: Cli) -> Iterator[RunFolder]:
 def test_deaths_of_a_trainer_at_every_moment(cli: Cli, folder: RunFolder) -> None:
     deaths = plan(5)
     script = Path(__file__).with_name("killed_trainer.py")
-    done = subprocess.run(
-        [sys.executable, str(script), str(folder.root), json.dumps(deaths)],
-        capture_output=True, text=True, timeout=800, check=False,
-    )  # fmt: skip
+    told = cli.cwd / "lives.jsonl"
+    words = [str(script), str(folder.root), json.dumps(deaths)]
+    code = fork_python(cli.warm.path(), words, os.environ, told).wait(800)
     log = folder.log("trainer-agent").read_text()[-3000:]
-    assert done.returncode == 0, f"{done.stdout}\n{done.stderr}\n{log}"
-    lives = [json.loads(line) for line in done.stdout.splitlines()]
+    assert code == 0, f"{told.read_text()}\n{log}"
+    lives = [json.loads(line) for line in told.read_text().splitlines()]
     assert [life["code"] for life in lives] == [-signal.SIGKILL] * len(deaths) + [0], f"{lives}\n{log}"
     assert Counter(life["moment"] for life in lives[:-1]) == Counter(moment for moment, _ in deaths)
     wait_until(lambda: phase(folder) == "ended", "the end of the run", 600)

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
 from bench.elastic import OVERRIDES, Run
-from commands import Cli
+from commands import Cli, Warm
+from forked_command import Program, fork_python
+from needs import ROOT
 from rillflow.dataflow.audit import audit
 
 pytestmark = pytest.mark.slow
@@ -18,10 +22,21 @@ pytestmark = pytest.mark.slow
 STEP = 0.02  # seconds of a decode step: device time that is emulated, as in the bench
 
 
+class ForkedRun(Run):
+    """A run whose processes are forked from one that has imported torch."""
+
+    def __init__(self, parent: Path, warm: Warm) -> None:
+        super().__init__(parent, (*OVERRIDES, "trainer.batch_groups=2"))
+        self._warm = warm
+
+    def _process(self, name: str, words: list[str], environment: dict[str, str] | None = None) -> Program:
+        return fork_python(self._warm.path(), words, {**os.environ, **(environment or {})}, self.folder.log(name), ROOT)
+
+
 @pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
+def run(tmp_path_factory: pytest.TempPathFactory, warm: Warm) -> Iterator[Run]:
     """A run without nodes, which the tests of this file share; the last one stops it."""
-    run = Run(tmp_path_factory.mktemp("elastic"), (*OVERRIDES, "trainer.batch_groups=2"))
+    run = ForkedRun(tmp_path_factory.mktemp("elastic"), warm)
     try:
         run.start()
         yield run

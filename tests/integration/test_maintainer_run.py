@@ -44,7 +44,7 @@ def slowed(step, data):
 RECIPE = """
 extends: stockroom
 name: maintained
-workflow: paced:play
+workflow: paced.py:play
 data: {heldout: null}
 dataflow: {group_size: 2, staleness: 2, balance_every: 3, filters: []}
 trainer: {steps: 60, batch_groups: 2, nodes: [paced.py:slowed]}
@@ -61,7 +61,6 @@ class Maintained:
         self._pace = cli.cwd / "pace.json"
         self.pace(rollout=1.0, train=0.0)
         monkeypatch.setenv("PACE_FILE", str(self._pace))
-        monkeypatch.setenv("PYTHONPATH", str(cli.cwd))
         (cli.cwd / "paced.py").write_text(PACED)
         (cli.cwd / "maintained.yaml").write_text(RECIPE)
         self.run: Started = cli.start("run", "maintained.yaml")

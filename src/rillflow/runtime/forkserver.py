@@ -31,7 +31,7 @@ from typing import Any
 
 from rillflow.errors import RillflowError
 from rillflow.runtime.forking import become, unsafe, write_to
-from rillflow.runtime.process import PARENT_ENV
+from rillflow.runtime.process import PARENT_ENV, leave
 
 _CHUNK = 1 << 16
 _SAID = 1 << 20  # the most bytes of output that a server keeps before it has a log
@@ -46,11 +46,14 @@ def main() -> None:
 
 
 def serve(channel: socket.socket) -> None:
-    """Serve until the other side has gone; in a forked child, run its command and end as `python -m rillflow` does."""
+    """Serve until the other side has gone, then end; in a forked child, run its command and end as `python -m rillflow`
+    does."""
     request = Server(channel).serve()
-    if request is not None:
-        write_to(Path(request["log"]))
-        become(request["arguments"], request["environment"])
+    if request is None:
+        # The interpreter's own end touches every object, so it would copy all memory that is shared with forks.
+        leave(0)
+    write_to(Path(request["log"]))
+    become(request["arguments"], request["environment"])
 
 
 def _write_on(log_path: Path) -> None:

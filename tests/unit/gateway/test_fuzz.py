@@ -146,7 +146,7 @@ def test_requests_of_another_form(target: Target) -> None:
 
 @pytest.mark.slow
 @pytest.mark.soak
-@pytest.mark.parametrize("answered", [True, False])
+@pytest.mark.parametrize("answered", repetitions([True], [True, False]))
 @pytest.mark.parametrize("mode", list(GenerationMode))
 def test_many_requests(target: Target, mode: GenerationMode, answered: bool) -> None:
     seen = fuzz(target, repetitions(12, 80), mode, answered=answered)

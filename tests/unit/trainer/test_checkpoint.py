@@ -17,6 +17,7 @@ from safetensors import safe_open
 from thread_peers import ThreadPeers, in_ranks
 from trainer_helpers import random_rows
 
+from commands import Warm
 from forked_ranks import run_ranks
 from rillflow.errors import CheckpointError, CorruptData, DiskFull, StorageError
 from rillflow.trainer.checkpoint import (
@@ -351,9 +352,9 @@ def test_only_what_is_needed_is_read(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_real_sharded_tensors_in_real_processes(tmp_path: Path) -> None:
+def test_real_sharded_tensors_in_real_processes(warm: Warm, tmp_path: Path) -> None:
     for task, ranks in (("save", 2), ("load", 4)):
-        run_ranks(RANK, ranks, tmp_path, str(tmp_path / "c"), task)
+        run_ranks(RANK, ranks, tmp_path, str(tmp_path / "c"), task, warm=warm)
     found = Checkpoints(tmp_path / "c", 2).load(1)
     assert torch.equal(found.masters["w"], torch.arange(21.0).reshape(7, 3))
     assert torch.equal(found.moments["step/w"], torch.tensor(3.0))

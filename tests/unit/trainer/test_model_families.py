@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from commands import Warm
 from forked_ranks import run_ranks
 from model_families import FAMILIES, PARTS, Outcome
 
@@ -53,15 +54,15 @@ def test_the_page_has_every_family() -> None:
 
 
 @pytest.mark.slow
-def test_the_page_tells_what_sharding_does(tmp_path: Path) -> None:
+def test_the_page_tells_what_sharding_does(warm: Warm, tmp_path: Path) -> None:
     assert {family: row[FSDP] for family, row in told().items()} == {
-        family: outcome.word for family, outcome in sharded(tmp_path).items()
+        family: outcome.word for family, outcome in sharded(tmp_path, warm).items()
     }
 
 
-def sharded(folder: Path) -> dict[str, Outcome]:
+def sharded(folder: Path, warm: Warm | None = None) -> dict[str, Outcome]:
     """Run all families on two ranks."""
-    run_ranks(RANK, 2, folder, str(folder / "outcomes.json"))
+    run_ranks(RANK, 2, folder, str(folder / "outcomes.json"), warm=warm)
     return {name: Outcome(*found) for name, found in json.loads((folder / "outcomes.json").read_text()).items()}
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -149,6 +150,8 @@ def other_files_are_loaded_whole(peers: Peers, folder: Path) -> None:
 
 
 def main(rank: int, ranks: int, rendezvous: str, folder: str) -> None:
+    warnings.simplefilter("error")
+    warnings.filterwarnings("ignore", "mkldnn_matmul failed", UserWarning)  # of a CPU that computes bf16 in software
     torch.set_num_threads(1)
     with connect(Place(rank, ranks, rendezvous), CPU) as peers:
         each_rank_reads_its_own_rows(peers, Path(folder), tied=True)

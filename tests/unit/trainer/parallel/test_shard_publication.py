@@ -9,6 +9,7 @@ import torch
 from publishing_rank import EVERY, KEY, VERSIONS
 from sharded_rank import model_of
 
+from commands import Warm
 from forked_ranks import run_ranks
 from rillflow.weights import FolderStore
 from rillflow.weights.manifest import check_signature
@@ -25,8 +26,8 @@ def bits(tensor: torch.Tensor) -> torch.Tensor:
 @pytest.mark.slow
 @pytest.mark.soak
 @pytest.mark.parametrize("ranks", repetitions([3], [2, 3, 4]))
-def test_shards_are_published_as_the_whole_is(tmp_path: Path, ranks: int) -> None:
-    run_ranks(RANK, ranks, tmp_path, str(tmp_path))
+def test_shards_are_published_as_the_whole_is(warm: Warm, tmp_path: Path, ranks: int) -> None:
+    run_ranks(RANK, ranks, tmp_path, str(tmp_path), warm=warm)
     for name in ("tied", "untied"):
         together, alone = FolderStore(tmp_path / name / "together"), FolderStore(tmp_path / name / "alone")
         assert together.versions() == alone.versions() == list(range(VERSIONS))

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 
+from commands import Warm
 from forked_ranks import run_ranks
 from rillflow.config import TrainerConfig
 from rillflow.errors import ConfigError
@@ -16,14 +17,13 @@ from rillflow.trainer.parallel.sharding import entered, shard, whole
 from soak import repetitions
 
 RANK = Path(__file__).with_name("sharded_rank.py")
-BF16 = "ignore:mkldnn_matmul failed:UserWarning"  # of a CPU that computes bf16 in software
 
 
 @pytest.mark.slow
 @pytest.mark.soak
 @pytest.mark.parametrize("ranks", repetitions([3], [2, 3, 4]))
-def test_shards_compute_what_the_whole_does(tmp_path: Path, ranks: int) -> None:
-    run_ranks(RANK, ranks, tmp_path, str(tmp_path), options=["-W", "error", "-W", BF16])
+def test_shards_compute_what_the_whole_does(warm: Warm, tmp_path: Path, ranks: int) -> None:
+    run_ranks(RANK, ranks, tmp_path, str(tmp_path), warm=warm)
 
 
 class Pair(Alone):
