@@ -21,6 +21,7 @@ import torch
 import transformers  # noqa: F401  (loaded here, once)
 
 from rillflow.runtime.folder import RunFolder
+from rillflow.runtime.process import PARENT_ENV
 from rillflow.runtime.roles import trainer_role
 from rillflow.trainer import main  # noqa: F401
 from rillflow.trainer.checkpoint import Checkpoints
@@ -131,6 +132,7 @@ def look(folder: RunFolder, policy: str, told: dict[str, Any]) -> int:
 
 
 if __name__ == "__main__":
+    os.environ.pop(PARENT_ENV, None)  # it names the parent of this process; the lives are its children
     opened = RunFolder.open(sys.argv[1])
     name = opened.recipe.policy
     load_codec()

@@ -27,6 +27,7 @@ EPISODES = 2
 SHORT = (
     "trainer.steps=1", "trainer.batch_groups=1", f"dataflow.group_size={EPISODES}", "dataflow.filters=[]",
     "dataflow.staleness=0", "data.heldout=null", "observe.plot=false", "observe.trackers.tensorboard=false",
+    "rollout.episodes=1",  # the second process of a framework finds the bytecode that the first one has written
 )  # fmt: skip
 
 

@@ -18,9 +18,12 @@ pytest.register_assert_rewrite("contract", "contract_logprobs", "contract_world"
 
 
 @pytest.fixture(scope="session")
-def vllm_python() -> str:
+def vllm_python() -> Iterator[str]:
     require("vllm")
-    return str(VLLM_PYTHON)
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        # The worker runs in the process of the engine's core, as on one GPU: each process takes long to import vLLM.
+        monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+        yield str(VLLM_PYTHON)
 
 
 def build_model(folder: Path, *, tied: bool, seed: int) -> Any:

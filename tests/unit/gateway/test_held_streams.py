@@ -6,7 +6,6 @@ import asyncio
 from collections.abc import AsyncIterator
 from typing import Any
 
-import anthropic
 import openai
 import pytest
 from gateway_support import ScriptedEngine, chunk, make_renderer, says
@@ -27,6 +26,8 @@ class Clients:
 
     def __init__(self, gateway: Served) -> None:
         self.openai = AsyncOpenAI(base_url=session_url(gateway.url, "s1"), api_key=gateway.key)
+        import anthropic  # it takes seconds, and every worker imports this module
+
         self.anthropic = anthropic.AsyncAnthropic(base_url=anthropic_url(gateway.url, "s1"), api_key=gateway.key)
 
     async def stream(self, dialect: str) -> Any:
@@ -77,6 +78,8 @@ async def test_a_stream_begins_before_its_first_token(dialect: str) -> None:
 
 @pytest.mark.parametrize("dialect", DIALECTS)
 async def test_an_error_after_the_headers_is_raised_by_the_clients(dialect: str) -> None:
+    import anthropic
+
     async with served() as gateway:
         clients = Clients(gateway)
         gateway.engine.scripts.append([None, EngineError("the engine broke")])
