@@ -256,7 +256,7 @@ def maintain(
     ] = None,
 ) -> None:
     """Keep as many rollout nodes as the balance report asks for: start new ones, retire slow ones."""
-    from rillflow.cli.maintain import maintain as run_maintainer
+    from rillflow.cli.workers import maintain as run_maintainer
 
     with clear_errors(role=True):
         code = run_maintainer(
@@ -282,7 +282,7 @@ def tags(
     as_json: Annotated[bool, typer.Option("--json", help="Print the workers as JSON")] = False,
 ) -> None:
     """Show the tags of a run's workers, or change them while the run goes on."""
-    from rillflow.cli.tags import tags_command
+    from rillflow.cli.workers import tags_command
     from rillflow.runtime.folder import RunFolder
 
     with clear_errors():

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from rillflow.cli import tags as module
+from rillflow.cli import workers as module
 from rillflow.cli.main import app
-from rillflow.cli.tags import Seen, view
+from rillflow.cli.workers import Seen, view
 from rillflow.config import load_recipe
 from rillflow.resources.roofline import Roofline
 from rillflow.resources.workers import Worker
@@ -55,7 +55,7 @@ def test_tags_are_set_changed_and_refused(folder: RunFolder) -> None:
 
 
 def test_this_machine_is_measured_when_asked(folder: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rillflow.cli.tags.measure_apart", lambda threads: Roofline(2.0, 500.0))
+    monkeypatch.setattr("rillflow.cli.workers.measure_apart", lambda threads: Roofline(2.0, 500.0))
     shown = json.loads(told(folder.root, "--measure", "--json"))["workers"]
     assert {(one["tflops"], one["bandwidth"], one["priority"]) for one in shown} == {(2.0, 500.0, 2.0)}
 
