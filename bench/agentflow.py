@@ -106,11 +106,13 @@ class Bench:
         return self._runs.made("warm", "fit", "agentflow_warm", f"runtime.threads={self._threads}", *quick) / "model"
 
     def first_round(self, seed: int) -> Arm:
-        return self._arm(self._first(seed), self._size.first)
+        run = self._first(seed)
+        return self._arm(run, self._size.first, held_out(run)[0])
 
     def outcome_only(self, seed: int) -> Arm:
         steps = self._size.outcome
-        return self._arm(self._run(_part(OUTCOME, seed), "agentflow", seed, steps, self._planner(seed)), steps)
+        run = self._run(_part(OUTCOME, seed), "agentflow", seed, steps, self._planner(seed))
+        return self._arm(run, steps, self._start(seed))
 
     def with_model(self, name: str, seed: int) -> Arm:
         setting = ARMS[name]
@@ -119,7 +121,7 @@ class Bench:
         more += [] if setting.results else [f"{PRM}.results=false"]
         steps = min(self._size.model, max(1, self._size.outcome * PER_STEP // setting.per_step))
         run = self._run(_part(name, seed), "agentflow_pro", seed, steps, self._planner(seed), *more, *setting.changes)
-        return self._arm(run, steps)
+        return self._arm(run, steps, self._start(seed))
 
     def prm(self, seed: int, setting: Setting) -> Path:
         name = f"prm-{setting.labels}{'' if setting.results else '-blind'}-{seed}"
@@ -157,6 +159,11 @@ class Bench:
         """Its seed is not that of the arms: they play the prompts in another order."""
         return self._run(_part(FIRST, seed), "agentflow", 1000 + seed, self._size.first, self.warm())
 
+    def _start(self, seed: int) -> Mean:
+        """Return the held-out reward of the planner that the arms start from. An arm's own first evaluation goes on
+        while it trains, so that a part of it is of later weights."""
+        return held_out(self._first(seed))[1]
+
     def _planner(self, seed: int) -> Path:
         return self._runs.exported(self._first(seed))
 
@@ -167,9 +174,9 @@ class Bench:
                  "observe.plot=false"]  # fmt: skip
         return self._runs.made(part, "run", recipe, *given, *more, *few)
 
-    def _arm(self, run: Path, steps: int) -> Arm:
+    def _arm(self, run: Path, steps: int, before: Mean) -> Arm:
         (trained,) = asked(run, "SELECT sum(samples) FROM steps WHERE state = 'live'")
-        arm = Arm(*held_out(run), steps, episodes(run), int(trained[0]))
+        arm = Arm(before, held_out(run)[1], steps, episodes(run), int(trained[0]))
         print(f"{run.parent.name}: {arm.before} -> {arm.after}", file=sys.stderr, flush=True)
         return arm
 
