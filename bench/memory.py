@@ -2,8 +2,8 @@
 
 A Qwen3-shaped model with random weights is written in bf16. Two real ranks (gloo) load it as a trainer does, sharded by
 FSDP2, and publish it once in bf16. Each samples its anonymous memory (without mapped files, which the system may drop)
-above what it had before the load. On a CPU the fp32 masters lie in that memory too: 2 bf16 copies in all, which a GPU
-would hold. The peer is the former way: every rank loads the whole model and keeps all that it gathers.
+above what it had before the load. On a CPU the fp32 masters lie in that memory too, all the time: 2 bf16 copies in all,
+which a GPU would hold. The peer is the former way: every rank loads the whole model and keeps all that it gathers.
 """
 
 from __future__ import annotations
@@ -50,18 +50,19 @@ def anonymous() -> int:
 
 
 class Peak:
-    """The highest anonymous memory of this process, above that at the beginning, while it is entered."""
+    """The highest anonymous memory of this process, above `before`, while it is entered."""
 
-    def __init__(self) -> None:
+    def __init__(self, before: int) -> None:
+        self._before = before
         self.bytes = 0
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        before, done = anonymous(), threading.Event()
+        done = threading.Event()
 
         def watch() -> None:
             while not done.wait(_EVERY):
-                self.bytes = max(self.bytes, anonymous() - before)
+                self.bytes = max(self.bytes, anonymous() - self._before)
 
         thread = threading.Thread(target=watch)
         thread.start()
@@ -70,18 +71,19 @@ class Peak:
         finally:
             done.set()
             thread.join()
-            self.bytes = max(self.bytes, anonymous() - before)
+            self.bytes = max(self.bytes, anonymous() - self._before)
 
 
 def run_rank(model: Path, place: Place, *, former: bool) -> dict[str, int]:
     settings = PolicyConfig(
         model=str(model), trainer=TrainerConfig(dtype="bf16", sharding="fsdp", ranks=place.ranks, device="cpu")
     )
-    peak = {"load": Peak(), "publish": Peak()}
     with connect(place, _CPU) as peers, ExitStack() as stack, tempfile.TemporaryDirectory() as folder:
         if former:
             stack.enter_context(patch.object(roles, "load_shards", lambda *_: None))
         peers.agree(None)
+        before = anonymous()
+        peak = {"load": Peak(before), "publish": Peak(before)}
         with peak["load"].watching():
             made = Roles(settings, peers, _CPU, 0, False)
             peers.agree(None)

@@ -279,8 +279,6 @@ class TrainerConfig(AlgorithmConfig):
             raise ValueError("give `graph` (all nodes) or `nodes` (added to the algorithm's own), not both")
         if self.updates > self.batch_groups:
             raise ValueError("updates cannot be more than batch_groups: each update needs a group")
-        if self.lora is not None and self.sharding == "fsdp":
-            raise ValueError("lora needs sharding: none")
         if (self.router_loss or self.replay_routing) and self.compile:
             raise ValueError("router_loss and replay_routing need compile: false")
         if self.optimizer != "adamw" and self.sharding == "fsdp":

@@ -291,8 +291,12 @@ class TrainerLoop:
             weights = self._weights()
             if self._peers.rank == 0:
                 self._publisher.take(weights, probe)
-        elif self._peers.rank == 0:  # a LoRA policy is whole on every rank, so the others need not take part
-            self._publisher.take_adapter(adapter, self._weights, probe)
+        else:
+            # Rank 0 writes; all ranks of a sharded model gather what it needs.
+            lost = self._peers.first(b"" if self._peers.rank or self._publisher.has_base else b"lost")
+            weights = self._weights() if lost else {}
+            if self._peers.rank == 0:
+                self._publisher.take_adapter(adapter, lambda: weights, probe)
 
     def _finish(self, parts: Parts, metrics: dict[str, float], started: float) -> None:
         """Commit the batch, publish the copied weights and write a checkpoint if one is due."""

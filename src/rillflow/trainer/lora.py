@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from rillflow.errors import ConfigError
+from rillflow.trainer.parallel.sharding import whole
 from rillflow.weights.codec import LORA_A, LORA_B, Adapter, merged
 
 if TYPE_CHECKING:
@@ -66,23 +67,32 @@ def adapters_off(model: PreTrainedModel) -> Iterator[None]:
 
 
 def adapter(model: PreTrainedModel, config: LoraConfig) -> Adapter:
-    """Return the current adapters, not copied, named by the weights that they change."""
+    """Return the current adapters, not copied unless they are sharded, named by the weights that they change.
+    Collective if they are sharded."""
     tensors: dict[str, torch.Tensor] = {}
     for name, layer in _layers(model):
-        tensors[f"{name}.weight{LORA_A}"] = layer.lora_A[_NAME].weight.detach()
-        tensors[f"{name}.weight{LORA_B}"] = layer.lora_B[_NAME].weight.detach()
+        tensors[f"{name}.weight{LORA_A}"] = whole(layer.lora_A[_NAME].weight.detach())
+        tensors[f"{name}.weight{LORA_B}"] = whole(layer.lora_B[_NAME].weight.detach())
     return Adapter(tensors, config.rank, config.alpha)
 
 
-def merged_weights(model: PreTrainedModel, config: LoraConfig, dtype: torch.dtype) -> dict[str, torch.Tensor]:
-    """Return the merged weights under the names of the model without adapters, as readers of a published adapter do."""
+def merged_weights(
+    model: PreTrainedModel, config: LoraConfig, dtype: torch.dtype, *, here: bool = True
+) -> dict[str, torch.Tensor]:
+    """Return the merged weights under the names of the model without adapters, as readers of a published adapter do.
+
+    Collective if the model is sharded; a rank that does not need them (`here` False) gets empty tensors.
+    """
     cast: dict[int, torch.Tensor] = {}
     base: dict[str, torch.Tensor] = {}
     for name, tensor in model.state_dict(keep_vars=True).items():
-        if ".lora_" not in name:
-            own = cast.setdefault(id(tensor), tensor.detach().to(dtype))
-            base[name.replace(_BASE, ".")] = own
-    return merged(base, adapter(model, config))
+        if ".lora_" in name:
+            continue
+        if id(tensor) not in cast:
+            cast[id(tensor)] = whole(tensor.detach().to(dtype), here=here)
+        base[name.replace(_BASE, ".")] = cast[id(tensor)]
+    added = adapter(model, config)
+    return merged(base, added) if here else base
 
 
 def _layers(model: PreTrainedModel) -> Iterator[tuple[str, Any]]:

@@ -127,7 +127,7 @@ class Optimizer:
         them (`here` False) gets empty tensors.
         """
         if self._config.lora is not None:
-            return lora.merged_weights(self._model, self._config.lora, dtype)
+            return lora.merged_weights(self._model, self._config.lora, dtype, here=here)
         own, aliases = self._state()
         cast = {name: whole(tensor.to(dtype), here=here) for name, tensor in own.items()}
         return cast | {alias: cast[name] for alias, name in aliases.items()}
@@ -137,13 +137,16 @@ class Optimizer:
         return shards_of(*self._state(), dtype, self._peers)
 
     def adapter(self) -> Adapter | None:
-        """Return the adapter with LoRA, else None; valid until the next update."""
+        """Return the adapter with LoRA, else None; valid until the next update. Collective if it is sharded."""
         return None if self._config.lora is None else lora.adapter(self._model, self._config.lora)
 
     def masters(self) -> dict[str, torch.Tensor]:
         """Return the exact weights, each tied one once; with LoRA only the adapters. Sharded ones are DTensors."""
         if self._config.lora is not None:
-            return {name: master.detach() for name, master in self._masters.items()}
+            return {
+                name: (parameter if isinstance(parameter, DTensor) else master).detach()
+                for (name, master), parameter in zip(self._masters.items(), self._parameters.values(), strict=True)
+            }
         return self._state()[0]
 
     def moments(self) -> dict[str, torch.Tensor]:

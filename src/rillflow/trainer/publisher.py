@@ -108,14 +108,14 @@ class Publisher(BackgroundWriter):
     def take_adapter(self, adapter: Adapter, whole: Callable[[], Tensors], probe: Probe | None = None) -> None:
         """Copy an adapter, or the `whole` weights if the store has lost the adapter's base."""
         self._background.settle()
-        if self._has_base:
+        if self.has_base:
             copied = self._copy.take(adapter.tensors)
             self._taken = _Taken(copied, Adapter(copied, adapter.rank, adapter.alpha), probe)
         else:
             self.take(whole(), probe)
 
     @cached_property
-    def _has_base(self) -> bool:
+    def has_base(self) -> bool:
         """Return whether the store has the base of adapters. Checked once: only this writer changes the store."""
         try:
             dtypes = {tensor.dtype for tensor in self._store.pull(BASE).values() if tensor.is_floating_point()}

@@ -12,11 +12,13 @@ from safetensors.torch import load_file, save_file
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 
-from rillflow.config import TrainerConfig
+from rillflow.config import LoraConfig, TrainerConfig
+from rillflow.trainer import lora
+from rillflow.trainer.optimizer import Optimizer
 from rillflow.trainer.parallel.distributed import connect
 from rillflow.trainer.parallel.launch import Place
 from rillflow.trainer.parallel.loading import load_shards
-from rillflow.trainer.parallel.peers import Peers
+from rillflow.trainer.parallel.peers import Alone, Peers
 from rillflow.trainer.parallel.sharding import entered, shard, whole
 
 CPU = torch.device("cpu")
@@ -149,6 +151,45 @@ def other_files_are_loaded_whole(peers: Peers, folder: Path) -> None:
     assert load_shards(str(renamed), lambda model: None, peers, CPU) is None
 
 
+def adapters_are_sharded(peers: Peers) -> None:
+    """Two updates of sharded adapters, with a pass without them before each; against one process with all rows."""
+    config = TrainerConfig(sharding="fsdp", ranks=peers.size, lora=LoraConfig(rank=3), lr=0.01)
+    plain, sharded = model_of(), model_of()
+    for model in (plain, sharded):
+        lora.wrap(model, config.lora, 5)
+    shard(sharded, config, peers, CPU)
+    run = entered(sharded, lambda tokens: loss_of(sharded, tokens))
+    one, several = Optimizer(plain, config, Alone()), Optimizer(sharded, config, peers)
+    for step in range(2):
+        with torch.no_grad(), lora.adapters_off(sharded):
+            off = run(tokens_of(0, 9))
+        torch.testing.assert_close(off, loss_of(model_of(), tokens_of(0, 9)).detach())
+        one.zero()
+        several.zero()
+        sum(loss_of(plain, tokens_of(rank, step)) for rank in range(peers.size)).backward()
+        run(tokens_of(peers.rank, step)).backward()
+        norms = one.update(0.1)["grad_norm"], several.update(0.1)["grad_norm"]
+        torch.testing.assert_close(*map(torch.tensor, norms))
+    assert all(isinstance(tensor, DTensor) for tensor in several.masters().values())
+    expected, found = one.weights(torch.float32), several.weights(torch.float32, here=peers.rank == 0)
+    for name, tensor in found.items():
+        assert tensor.numel() == (expected[name].numel() if peers.rank == 0 else 0)
+        if peers.rank == 0:
+            assert_near(tensor, expected[name])
+    ours, theirs = several.adapter(), one.adapter()
+    assert ours is not None
+    assert theirs is not None
+    for name, tensor in ours.tensors.items():
+        assert_near(tensor, theirs.tensors[name])
+    again = model_of()
+    lora.wrap(again, config.lora, 6)
+    shard(again, config, peers, CPU)
+    resumed = Optimizer(again, config, peers)
+    resumed.restore(several.masters(), several.moments(), several.steps)
+    for name, tensor in resumed.masters().items():
+        assert torch.equal(tensor.to_local(), several.masters()[name].to_local())
+
+
 def main(rank: int, ranks: int, rendezvous: str, folder: str) -> None:
     warnings.simplefilter("error")
     warnings.filterwarnings("ignore", "mkldnn_matmul failed", UserWarning)  # of a CPU that computes bf16 in software
@@ -157,6 +198,7 @@ def main(rank: int, ranks: int, rendezvous: str, folder: str) -> None:
         each_rank_reads_its_own_rows(peers, Path(folder), tied=True)
         each_rank_reads_its_own_rows(peers, Path(folder), tied=False)
         other_files_are_loaded_whole(peers, Path(folder))
+        adapters_are_sharded(peers)
         gradients_are_summed(peers, tied=True)
         gradients_are_summed(peers, tied=False)
         bf16_computes_low_and_keeps_high(peers)
