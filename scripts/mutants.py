@@ -37,7 +37,12 @@ import psutil
 from scripts.touched_tests import ROOT, Imports, touched
 
 # Code that runs in other environments or on GPUs, where no plain test can see it.
-ELSEWHERE = ("kernels/delta/gpu/", "engine/vllm/inside/", "engine/sglang/inside/", "trainer/attention/flash")
+ELSEWHERE = (
+    "kernels/delta/gpu/",
+    "engine/servers/inside/rillflow_channel",
+    "engine/servers/inside/rillflow_sglang",
+    "trainer/attention/flash",
+)
 COMPARISONS: dict[type[ast.cmpop], type[ast.cmpop]] = {
     ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt, ast.Eq: ast.NotEq, ast.NotEq: ast.Eq,
     ast.In: ast.NotIn, ast.NotIn: ast.In, ast.Is: ast.IsNot, ast.IsNot: ast.Is,

@@ -15,8 +15,8 @@ from needs import SGLANG_PYTHON, require
 from rillflow.config.policy import EngineConfig, ServerConfig
 from rillflow.engine.servers import ServerEngine
 from rillflow.engine.servers.facts import model_facts
+from rillflow.engine.servers.inside.rillflow_sglang import ORDERS
 from rillflow.engine.sglang import SglangEngine
-from rillflow.engine.sglang.inside.rillflow_sglang import ORDERS
 from rillflow.engine.sglang.server import KEY
 from rillflow.errors import EngineLost
 

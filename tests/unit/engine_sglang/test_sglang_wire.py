@@ -21,8 +21,8 @@ from drawn_from import GRID, drawn_from
 from rillflow.config.policy import EngineConfig, ServerConfig
 from rillflow.contracts import Change, Patch
 from rillflow.engine.servers.facts import model_facts
+from rillflow.engine.servers.inside.rillflow_sglang import ORDERS, Cuts, answer_name
 from rillflow.engine.sglang import SglangEngine
-from rillflow.engine.sglang.inside.rillflow_sglang import ORDERS, Cuts, answer_name
 from rillflow.engine.sglang.server import KEY, generate_body
 from rillflow.errors import ConfigError, ContextOverflow, EngineError, EngineLost, WeightsError
 from rillflow.types import Chunk, GenerateRequest, Grammar, Probe, Sampling

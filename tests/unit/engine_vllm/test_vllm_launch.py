@@ -14,9 +14,9 @@ from rillflow.config import PolicyConfig
 from rillflow.config.policy import EngineConfig, ServerConfig
 from rillflow.engine.build import build_engine
 from rillflow.engine.servers.facts import model_facts
+from rillflow.engine.servers.inside.rillflow_channel import SHUT, TOKEN
 from rillflow.engine.vllm import VllmEngine, server
 from rillflow.engine.vllm.engine import _seed
-from rillflow.engine.vllm.inside.rillflow_channel import SHUT, TOKEN
 from rillflow.errors import ConfigError, EngineLost
 from rillflow.types import GenerateRequest, Sampling
 

@@ -25,7 +25,7 @@ _ORPHANS_SECONDS = 1.0  # for what it has started to end after it
 _KILLED_SECONDS = 10.0  # for the kernel to take a process away: a GPU's driver may hold it up
 _LOOK_SECONDS = 0.02
 _TAIL_BYTES = 4000
-WEIGHTS_INSIDE = Path(__file__).resolve().parent / "inside"  # on the PYTHONPATH of every server
+INSIDE = Path(__file__).resolve().parent / "inside"  # on the PYTHONPATH of every server
 DTYPE_NAMES = {"fp32": "float32", "bf16": "bfloat16"}  # as servers call them
 _LOOPBACK = ("localhost", "127.0.0.1", "::1")
 

@@ -17,15 +17,14 @@ import msgspec
 from rillflow.config.policy import EngineConfig
 from rillflow.engine.servers.calls import is_cut, is_scored, needs_both
 from rillflow.engine.servers.facts import ModelFacts
-from rillflow.engine.servers.process import DTYPE_NAMES, WEIGHTS_INSIDE, has_tokenizer, on_loopback, visible_gpus
-from rillflow.engine.sglang.inside.rillflow_sglang import ORDERS
+from rillflow.engine.servers.inside.rillflow_sglang import ORDERS
+from rillflow.engine.servers.process import DTYPE_NAMES, INSIDE, has_tokenizer, on_loopback, visible_gpus
 from rillflow.errors import ConfigError, ContextOverflow
 from rillflow.types import GenerateRequest
 from rillflow.weights.models import pick_device
 
 LOADER = "rillflow_sglang.take"
 KEY = "RILLFLOW_SGLANG_KEY"  # of a server that runs already, where it has one
-_INSIDE = Path(__file__).resolve().parent / "inside"
 # Tokens of an answer between two of its parts: fewer parts cost SGLang's server less.
 _STREAM_INTERVAL = 16
 # SGLang keeps places of the context for itself.
@@ -75,7 +74,7 @@ def environment(settings: EngineConfig, orders: Path) -> dict[str, str]:
     device = pick_device(settings.device)
     chosen = {name: value for name, value in os.environ.items() if not name.startswith("RILLFLOW_")}
     chosen |= {
-        "PYTHONPATH": os.pathsep.join([str(_INSIDE), str(WEIGHTS_INSIDE)]),
+        "PYTHONPATH": str(INSIDE),
         ORDERS: str(orders),
         "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1",  # by what it reserves
         "HF_HUB_OFFLINE": os.environ.get("HF_HUB_OFFLINE", "1"),

@@ -27,9 +27,9 @@ from rillflow.contracts import Clock
 from rillflow.engine.servers.calls import Part, is_scored, needs_both
 from rillflow.engine.servers.facts import ModelFacts
 from rillflow.engine.servers.in_place import InPlaceEngine
+from rillflow.engine.servers.inside.rillflow_channel import LOST
 from rillflow.engine.servers.process import ServerProcess, free_port
 from rillflow.engine.vllm import server
-from rillflow.engine.vllm.inside.rillflow_channel import LOST
 from rillflow.engine.vllm.server import ChannelClient
 from rillflow.errors import ContextOverflow, EngineError, EngineLost
 from rillflow.types import FinishReason, GenerateRequest

@@ -12,7 +12,6 @@ from collections import deque
 from collections.abc import Iterator
 from contextlib import suppress
 from itertools import count
-from pathlib import Path
 from typing import Any
 
 import aiohttp
@@ -20,8 +19,7 @@ import msgspec
 
 from rillflow.config.policy import EngineConfig
 from rillflow.engine.servers.facts import ModelFacts
-from rillflow.engine.servers.process import DTYPE_NAMES, WEIGHTS_INSIDE, has_tokenizer, on_loopback, visible_gpus
-from rillflow.engine.vllm.inside.rillflow_channel import (
+from rillflow.engine.servers.inside.rillflow_channel import (
     PATH,
     SHUT,
     TOKEN,
@@ -33,6 +31,7 @@ from rillflow.engine.vllm.inside.rillflow_channel import (
     Part,
     Reply,
 )
+from rillflow.engine.servers.process import DTYPE_NAMES, INSIDE, has_tokenizer, on_loopback, visible_gpus
 from rillflow.errors import ConfigError, EngineError, EngineLost
 from rillflow.weights.models import pick_device
 
@@ -41,7 +40,6 @@ _CLOSE_SECONDS = 1.0
 _LARGEST_FRAME = 64 << 20
 _FRAME_TOKENS = 1 << 21  # of prompts in one frame, up to 5 bytes each: uvicorn takes 16 MiB
 
-_INSIDE = Path(__file__).resolve().parent / "inside"
 # Tokens of an answer between two of its parts: fewer parts cost vLLM's API server less.
 _STREAM_INTERVAL = 16
 # A step of a seeded server has fewer tokens than this: from here on vLLM's RMS norm adds up in another order, also with
@@ -84,17 +82,12 @@ def command(model: ModelFacts, settings: EngineConfig, port: int) -> list[str]:
     ]
 
 
-def python_path() -> str:
-    """Return the path of the modules that run inside vLLM."""
-    return os.pathsep.join([str(_INSIDE), str(WEIGHTS_INSIDE)])
-
-
 def environment(settings: EngineConfig, token: str) -> dict[str, str]:
     """Return the environment of a server whose other routes are shut."""
     device = pick_device(settings.device)
     chosen = {name: value for name, value in os.environ.items() if not name.startswith("RILLFLOW_")}
     chosen |= {
-        "PYTHONPATH": python_path(),
+        "PYTHONPATH": str(INSIDE),
         "RILLFLOW_INSIDE": "vllm",
         TOKEN: token,
         SHUT: "1",

@@ -6,7 +6,7 @@ sampler is wrapped here, and the wrapper writes the drawn token's log-prob under
 place, with the token id -1. A value with the id of a token was not written here (speculative decoding samples
 elsewhere), so the reader refuses it.
 
-Invariants: what is drawn, and every other value, is the server's own. A step in which no request asks for a top token
+Invariants: the wrapper changes no drawn token and no other value. A step in which no request asks for a top token
 computes nothing more. No step waits for the device.
 
 Imports only the standard library and torch: it runs in the server's environment, not in Rillflow's. Shape suffixes: R
