@@ -50,6 +50,10 @@ class BesideWithoutThreads(Beside):
         self._stuck.add(hook)
         return _Outcome(error=HookTimeout(f"{pending.name} took too long"))
 
+    def returned(self, hook: object) -> None:
+        """The hook returns from the call that it hung in."""
+        self._stuck.discard(id(hook))
+
 
 class ServedLedger(Ledger):
     """Tries a transition again once the hook that it needs has answered, as the service does."""
@@ -256,7 +260,7 @@ class FaultyMachine(LedgerMachine):
     def go_on(self) -> None:
         """The hook returns from the call that it hung in."""
         self.moody.hangs = False
-        self.world.beside._returned(id(self.moody))
+        self.world.beside.returned(self.moody)
 
     def all_is_well(self) -> None:
         """While the filter hangs every group fails, and further prompts are admitted."""
