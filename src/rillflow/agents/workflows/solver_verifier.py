@@ -6,11 +6,15 @@ read as a verdict is worth 0 and counts as approval. The trajectory is worth wha
 With the option `balance` a training episode has two first answers. Verdicts are trained only where one of the two is
 right and the other wrong, and then on both. So a verifier sees both classes equally often, however good its solver is:
 it gains nothing by always approving. The verdict that decides about a second try is always the first answer's.
+A solver that is always wrong, or always right, leaves no such verdicts, and the verifier's trainer would wait without
+an end. So a node that has played `balance_within` training episodes in a row without one trains all verdicts until the
+next. Each node counts for itself, from its start.
 """
 
 from __future__ import annotations
 
 import asyncio
+import logging
 import re
 from typing import TYPE_CHECKING
 
@@ -18,6 +22,7 @@ from pydantic import Field
 
 from rillflow.agents.options import filler, read_options
 from rillflow.agents.workflows.multi_policy import Options, checker, is_right, outcome, problem_of, user
+from rillflow.config.base import Positive
 from rillflow.config.load import validated
 from rillflow.errors import ConfigError
 from rillflow.types import Said
@@ -39,7 +44,7 @@ PROMPTS = {
     ),
 }
 _VERDICT = re.compile(r"<verify>\s*(approve|reject)\s*</verify>", re.IGNORECASE)
-
+log = logging.getLogger(__name__)
 
 UNBALANCED = "unbalanced"  # the verifier, where its verdict is not trained
 
@@ -48,6 +53,29 @@ class VerifierOptions(Options):
     balance: bool = Field(
         False, description="train verdicts on a right and a wrong answer to the same question, equally many of each"
     )
+    balance_within: Positive = Field(
+        1024, description="training episodes in a row without both on a node, after which all verdicts are trained"
+    )
+
+
+class OneSided:
+    """Counts the training episodes in a row whose two first answers are both right or both wrong."""
+
+    def __init__(self) -> None:
+        self._episodes = 0
+
+    def trains(self, differ: bool, within: int) -> bool:
+        """Count an episode; return whether its verdicts are trained."""
+        self._episodes = 0 if differ else self._episodes + 1
+        if self._episodes == within:
+            log.warning(
+                "no question had a right and a wrong answer in %d episodes: all verdicts are trained until one has",
+                within,
+            )
+        return differ or self._episodes >= within
+
+
+_one_sided = OneSided()  # of this node
 
 
 async def play(episode: Episode) -> dict[str, float]:
@@ -60,7 +88,10 @@ async def play(episode: Episode) -> dict[str, float]:
     answers = await solver.ask_many(user(fill("solve", question=question)), 2 if paired else 1, **settings)
     worths = await asyncio.gather(*(check(answer.text) for answer in answers))
     differ = len({is_right(worth) for worth in worths}) == 2
-    verifier = episode.role("verifier" if differ or not paired else UNBALANCED)
+    trained = not paired or _one_sided.trains(differ, options.balance_within)
+    if paired:
+        episode.metric("one_sided", trained and not differ)
+    verifier = episode.role("verifier" if trained else UNBALANCED)
     verdicts: list[tuple[Said, float]] = []
     for answer, worth in zip(answers, worths, strict=True):
         episode.reward(worth, call=answer.call)

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from rillflow.agents.workflows import solver_verifier
 from rillflow.agents.workflows.solver_verifier import check_recipe, play, verdict_of
 from rillflow.config import load_recipe
 from rillflow.errors import ConfigError, WorkflowError
@@ -64,6 +65,22 @@ async def test_balanced_verdicts_are_trained_on_one_right_and_one_wrong_answer(
     assert episode.of("unbalanced") == others
     assert len(episode.of("solver")) == len(solver)
     assert episode.reward == trajectory
+
+
+async def test_all_verdicts_are_trained_after_many_episodes_without_both_classes(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(solver_verifier, "_one_sided", solver_verifier.OneSided())
+    found = []
+    for answers in (["3", "3"], ["3", "3"], ["3", "3"], ["7", "3"], ["3", "3"]):
+        policies = {"solver": in_turn([*answers, "3"]), "verifier": in_turn([REJECT, REJECT])}
+        options = OPTIONS | {"balance": True, "balance_within": 2}
+        episode = await play_team(play, PAYLOAD, policies, roles={"unbalanced": "verifier"}, options=options)
+        found.append((len(episode.of("verifier")), len(episode.of("unbalanced")), episode.metrics["one_sided"]))
+    assert found == [(0, 1, 0.0), (1, 0, 1.0), (1, 0, 1.0), (2, 0, 0.0), (0, 1, 0.0)]
+    assert [record.message for record in caplog.records if "all verdicts are trained" in record.message] == [
+        "no question had a right and a wrong answer in 2 episodes: all verdicts are trained until one has"
+    ]
 
 
 def test_balance_needs_a_role_whose_verdicts_are_not_trained() -> None:
