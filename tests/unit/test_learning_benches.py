@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from bench import solver_verifier
+from bench import agentflow, solver_verifier
 from bench.arms import NotMade, Runs, asked, at_once, episodes, held_out
 from rillflow.dataflow.ledger.schema import TABLES
 
@@ -52,6 +52,22 @@ def test_rewards_and_episodes_are_read_from_the_ledger(tmp_path: Path) -> None:
     assert episodes(tmp_path / "run") == 2
     rows = asked(tmp_path / "run", solver_verifier._VERDICTS, 1)
     assert sorted(rows) == [("p", 0.0, 1.0, 0.0), ("p", 1.0, 1.0, 1.0)]
+
+
+def test_the_start_of_an_arm_is_the_end_of_the_first_round(tmp_path: Path) -> None:
+    for part in ("first-round-0", "outcome-only-0"):
+        run = tmp_path / part / "agentflow-1"
+        ledger(run)
+        (run / "state.json").write_text('{"state": "finished"}')
+        with closing(sqlite3.connect(run / "ledger.sqlite")) as database:
+            database.execute("INSERT INTO steps VALUES ('planner', 1, 0, 'live', 'b', 8, 8, 0, 0, 0, 0, '{}', 0)")
+            database.commit()
+    (tmp_path / "first-round-0-model").mkdir()
+    runs = Runs(tmp_path, 1, seconds=0)
+    bench = agentflow.Bench(runs, "", size=agentflow.Size(), warm=tmp_path, threads=1, few=False)
+    assert bench.first_round(0).before.value == 0.0
+    arm = bench.outcome_only(0)
+    assert (arm.before.value, arm.after.value, arm.calls) == (0.5, 0.5, 8)
 
 
 def test_without_time_no_command_is_started(tmp_path: Path) -> None:
