@@ -27,7 +27,7 @@ from rillflow.trainer.optimizer import Optimizer
 from rillflow.trainer.parallel.loading import load_shards
 from rillflow.trainer.parallel.peers import Peers
 from rillflow.trainer.parallel.sharding import decoder_layers, shard
-from rillflow.weights.models import load_policy_model, load_scalar_model, pick_device
+from rillflow.weights.models import load_policy_model, load_scalar_model, pick_device, rotary_limit
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -119,6 +119,7 @@ class Roles:
         self._seed = seed
         self._in_order = in_order
         self._policy = self._sharded_policy() or policy_model(settings, self._loaded_on, seed)
+        _check_rotary(self._policy.config, settings.engine.context)
         if not isinstance(self._policy, FSDPModule):
             shard(self._policy, self._config, peers, device)
 
@@ -181,6 +182,17 @@ class Roles:
         config: TrainerConfig,
     ) -> Learner:
         return Learner(role, model, forward, optimizer, config, self._peers, in_order=self._in_order)
+
+
+def _check_rotary(config: Any, context: int) -> None:
+    """Refuse rows that would change the rotary embedding of the shorter rows of their micro-batch."""
+    limit = rotary_limit(config)
+    if limit is not None and context > limit:
+        raise ConfigError(
+            f"the trainer cannot train {type(config).__name__} with {context} tokens: a row of more than {limit} "
+            "changes the rotary embedding of all rows that are computed with it",
+            f"set engine.context to {limit} or less",
+        )
 
 
 # ---------------------------------------------------------------- the worker

@@ -75,6 +75,16 @@ def load_scalar_model(name: str, dtype: Dtype, device: torch.device) -> tuple[Pr
     return model.to(device).eval(), new
 
 
+def rotary_limit(config: Any) -> int | None:
+    """Return the length beyond which the library changes the rotary embedding of all sequences of a batch as soon as
+    one of them is longer; None where lengths change nothing."""
+    rope = getattr(config, "rope_parameters", None) or {}
+    kind = rope.get("rope_type")
+    if kind == "dynamic":
+        return int(config.max_position_embeddings)
+    return int(rope.get("original_max_position_embeddings", 0)) or None if kind == "longrope" else None
+
+
 def _choose_products(dtype: Dtype, device: torch.device) -> None:
     """Choose the library for matrix products on ARM, once for the process.
 

@@ -22,6 +22,7 @@ from torch import nn
 
 from rillflow.engine.embedded.cache import Batch, KVCache
 from rillflow.errors import EngineError
+from rillflow.weights.models import rotary_limit
 
 _LEAN = {"LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"}
 _STATIC_ROPE = {"default", "linear", "llama3", "yarn"}  # tables that do not depend on the length of a sequence
@@ -59,15 +60,14 @@ def make_forward(model: Any, cache: KVCache, *, lean: bool = True) -> Forward:
 
 
 def _check_rotary(config: Any, context: int) -> None:
-    """Refuse sequences for which the library changes the rotary embedding when the longest one of a batch passes a
-    length: keys that are cached have the other one, and so have shorter sequences of the batch."""
-    rope = getattr(config, "rope_parameters", None) or {}
-    longest = rope.get("original_max_position_embeddings", context)
-    if rope.get("rope_type") == "longrope" and context > longest:
+    """Refuse sequences beyond the rotary embedding's limit: keys that are cached would have another one."""
+    limit = rotary_limit(config)
+    if limit is not None and context > limit:
+        kind = config.rope_parameters["rope_type"]
         raise EngineError(
-            f"the embedded engine cannot run {type(config).__name__} with {context} tokens: beyond {longest} its "
-            "rotary embedding (longrope) is another one",
-            f"set engine.context to {longest} or less, or use another engine",
+            f"the embedded engine cannot run {type(config).__name__} with {context} tokens: beyond {limit} its "
+            f"rotary embedding ({kind}) is another one",
+            f"set engine.context to {limit} or less, or use another engine",
         )
 
 

@@ -12,6 +12,7 @@ import pytest
 import torch
 from loop_world import Crash, Ledger, crash_at, start
 from trainer_helpers import VOCAB, in_parts, learner, random_rows, small_model
+from transformers import Phi3Config, Phi3ForCausalLM
 
 from peer_threads import as_peers
 from rillflow.cli.app import _FOR_GOOD
@@ -222,6 +223,23 @@ def test_a_model_that_cannot_be_built_is_refused_for_good(monkeypatch: pytest.Mo
     with pytest.raises(ConfigError, match="the trainer cannot build tiny: AttributeError: 'Odd' object") as seen:
         build_worker(load_recipe("quickstart"), "agent", Alone())
     assert isinstance(seen.value, _FOR_GOOD)
+
+
+def test_rows_that_would_change_the_rotary_embedding_of_others_are_refused(tmp_path: Path) -> None:
+    """Beyond 64 tokens of the longest row, the library gives all rows of a batch the long factors."""
+    rope = {
+        "rope_type": "longrope",
+        "rope_theta": 10_000.0,
+        "short_factor": [1.0] * 4,
+        "long_factor": [1.0, 2.0, 4.0, 8.0],
+    }
+    size = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4}
+    tokens = {"vocab_size": 97, "pad_token_id": 0, "original_max_position_embeddings": 64}
+    Phi3ForCausalLM(Phi3Config(rope_parameters=rope, **size, **tokens)).save_pretrained(tmp_path)
+    model = f"policies.agent.model={tmp_path}"
+    build_worker(load_recipe("quickstart", [model, "policies.agent.engine.context=64"]), "agent", Alone())
+    with pytest.raises(ConfigError, match="Phi3Config with 65 tokens: a row of more than 64 changes"):
+        build_worker(load_recipe("quickstart", [model, "policies.agent.engine.context=65"]), "agent", Alone())
 
 
 def test_functions_may_lie_beside_the_recipe(tmp_path: Path) -> None:
