@@ -97,10 +97,14 @@ def steps_of(folder: Path) -> int:
 
 
 class Warm:
-    """The warm process that all commands of this test process are forked from, started with the first of them."""
+    """The warm process that all commands of this test process are forked from, started with the first of them.
+
+    It has the environment of the session, not of the test that asks first: that test may set variables of its own.
+    """
 
     def __init__(self) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="warm-")
+        self._environment = server_environment(threads=0)
         self._process: subprocess.Popen[str] | None = None
 
     def path(self) -> str:
@@ -108,7 +112,7 @@ class Warm:
         if self._process is None and available():
             self._process = subprocess.Popen(
                 [sys.executable, str(WARM_PROCESS)],
-                env=server_environment(threads=0) | {PATH_ENV: path},
+                env=self._environment | {PATH_ENV: path},
                 stdout=subprocess.PIPE,
                 text=True,
             )
