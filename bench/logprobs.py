@@ -132,14 +132,14 @@ def main() -> None:
     made.add_argument("--server", action="append", default=[], help="a further argument of the server")
     made.add_argument("--steps", type=int, default=2)
     made.add_argument("--limit", type=float, default=400.0, help="seconds that one run may take")
-    made.add_argument("--rates", action="store_true", help="measure the engine's rates alone")
+    made.add_argument("--only", choices=("agreement", "rates"), help="measure one of the two")
     arguments = made.parse_args()
-    ways = {} if arguments.rates else dict(list(WAYS.items())[2:3]) if arguments.quick else WAYS
+    ways = dict(list(WAYS.items())[2:3]) if arguments.quick else WAYS
     report = Report("logprobs")
     with tempfile.TemporaryDirectory() as folder:
         tiny = arguments.model == "tiny"
         model = "tiny" if tiny else model_of(Path(arguments.model).resolve(), Path(folder))
-        for name, way in ways.items():
+        for name, way in ({} if arguments.only == "rates" else ways).items():
             found = measured(arguments, model, way)
             alone = "the trainer's own log-probs are what it is held against"
             shift = abs(found["consistency/shift"])
@@ -147,9 +147,10 @@ def main() -> None:
             report.add(f"mean distance, {name}", found["consistency/mean"], None, unit="nats", reason=alone)
             clipped = found["clip_low"] + found["clip_high"]
             report.add(f"tokens that a clip cuts, {name}", clipped, None, unit="share", reason=alone)
-        plain, *others = asyncio.run(rates(arguments, model)).items()
-        for name, rate in others:
-            report.add(f"{name}, beside {plain[0]}", rate, plain[1], unit="tokens/s")
+        if arguments.only != "agreement":
+            plain, *others = asyncio.run(rates(arguments, model)).items()
+            for name, rate in others:
+                report.add(f"{name}, beside {plain[0]}", rate, plain[1], unit="tokens/s")
     report.finish(arguments.json)
 
 
