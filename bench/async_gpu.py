@@ -94,6 +94,7 @@ def recipe(arguments: argparse.Namespace, model: str) -> dict[str, Any]:
             "weight_decay": 0.0,
             "dtype": dtype,
             "checkpoint_every": arguments.steps,
+            **dict(setting.split("=", 1) for setting in arguments.trainer),
         },
         "rollout": {
             "nodes": arguments.nodes,
@@ -192,6 +193,7 @@ def read_arguments() -> argparse.Namespace:
     made.add_argument("--refresh", type=float, default=0.05, help="seconds between two changes of weights, at least")
     made.add_argument("--limit", type=float, default=300.0, help="seconds that a side may take")
     made.add_argument("--server", action="append", default=[], help="a further argument of the vLLM server")
+    made.add_argument("--trainer", action="append", default=[], metavar="KEY=VALUE", help="a setting of our trainer")
     made.add_argument("--decode", choices=("workers", "host"), default="workers", help="who decodes deltas")
     made.add_argument("--no-trl", action="store_true", help="our side alone")
     made.add_argument("--keep", help="keep what is written in this folder")
