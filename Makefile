@@ -13,7 +13,7 @@ WHOLE := -n 3 --dist worksteal
 SLOW := $(sort $(shell grep -rlE --include='test_*.py' 'mark\.(slow|chaos)' tests))
 
 .DEFAULT_GOAL := help
-.PHONY: help setup check lock quickstart test coverage mutants test-slow soak test-all test-agents test-trackers test-oracle test-engines venvs test-others test-sglang test-newest lint format docs bench clean
+.PHONY: help setup check lock quickstart test coverage mutants test-slow soak test-all test-agents test-trackers test-oracle test-engines venvs test-others test-sglang test-newest lint format docs bench recipes clean
 
 help:  ## show this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 14
@@ -120,6 +120,11 @@ docs: setup  ## serve the documentation on localhost
 
 bench: setup  ## every quick bench, with its peers' environments; ends with one table (`python -m bench --help`)
 	$(BIN)/python -m bench --quick
+
+JOBS ?= 1
+recipes: setup  ## run the shipped recipes that need only a CPU, JOBS at once, and write what they learn into the docs
+	$(BIN)/python -m bench.recipes --jobs $(JOBS) --json bench/results/recipes.json
+	$(BIN)/python -m scripts.reference_pages
 
 clean:  ## remove the virtual environment and caches (never runs/)
 	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache site

@@ -137,6 +137,8 @@ BENCHES: dict[str, Bench] = {
     "autoscaling": Bench(0.5),
     "scale": Bench(3),
     "endtoend": Bench(5, environment="oracle"),
+    "staleness": Bench(2),
+    "recipes": Bench(2),
     "solver_verifier": Bench(5),
     "agentflow": Bench(5),
     "agents_gpu": Bench(10, needs=(gpu, partial(packages, "vllm"))),

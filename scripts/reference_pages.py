@@ -1,6 +1,6 @@
 """Write the generated pages of the documentation: `python -m scripts.reference_pages`.
 
-Each page is made from the code that it describes, and a test fails while a committed page differs from it.
+Each page is made from the code or the results that it describes, and a test fails while a committed page differs from it.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typer.main import get_command
 from rillflow import errors
 from rillflow.cli.main import app
 from rillflow.config import reference
-from scripts import api_page, routes_page
+from scripts import api_page, results_pages, routes_page
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
 
@@ -98,6 +98,8 @@ PAGES: dict[str, Callable[[], str]] = {
     "cli.md": cli,
     "errors.md": error_tree,
     "api.md": api_page.page,
+    "results.md": results_pages.recipe_results,
+    "asynchrony.md": results_pages.asynchrony,
 }
 
 if __name__ == "__main__":

@@ -1,0 +1,89 @@
+"""The pages of the documentation that are made from `bench/results`: what recipes learn, and what asynchrony costs."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from bench.arms import table
+
+RESULTS = Path(__file__).resolve().parents[1] / "bench" / "results"
+
+_RECIPES = """# What each recipe learns
+
+Every shipped recipe with its result. The page is made from `bench/results/recipes.json` by
+`python -m scripts.reference_pages`. `make recipes` runs the recipes that need nothing but a CPU, as they are shipped,
+and writes their rows; `python -m bench.recipes --only NAME --seeds 3` runs one of them.
+
+Before and after are of held-out prompts or rows. The interval is half of the 95 % interval, over seeds where there are
+several and else over prompts. The evaluation before training goes on while training does, so `before` is partly of
+weights that have trained already. A recipe without a number says why.
+"""
+
+_ASYNCHRONY = """# What asynchrony costs
+
+A node that never waits for the trainer samples with older weights. `python -m bench.staleness` measures what that costs
+in reward and gains in time: the stockroom from the shipped tiny policy, the same number of optimizer steps of 128
+samples in every arm, the same held-out prompts, three seeds. The page is made from the bench's result by
+`python -m scripts.reference_pages`.
+
+The arms:
+
+- **on-policy**: a batch is sampled, then trained on. With ratios of 1 all losses have the same gradient, so one is run.
+- **one step off**: nodes sample a batch while the one before is trained on, then wait for its weights.
+- **staleness N**: samples may be N versions old when they are trained on.
+- **staggered**: four engines, of which at most two change their weights at once; the other arms have one engine.
+- **PPO**: a critic, with two samples of a prompt instead of eight.
+
+One thing is emulated: the trainer's step sleeps for a fixed time, as if it had a device of its own. So sampling is
+faster than training and samples are about as old as the bound allows; the table has the staleness that was measured.
+Seconds contain that time. Sampling, gradients, losses and the transfer of weights are real.
+"""
+
+
+def recipe_results() -> str:
+    """Return the page of recipes and their results."""
+    rows: dict[str, dict[str, Any]] = json.loads((RESULTS / "recipes.json").read_text())["recipes"]
+    run = {name: row for name, row in rows.items() if row["after"] is not None}
+    without = {name: row for name, row in rows.items() if name not in run}
+    head = ["recipe", "measure", "before", "after", "seeds", "samples", "seconds", "machine", "command", "remark"]
+    parts = [_RECIPES, table(head, [_recipe(name, row) for name, row in run.items()])]
+    parts += [
+        "\n## Without a result\n",
+        table(["recipe", "why"], [[f"`{n}`", r["reason"]] for n, r in without.items()]),
+    ]
+    return "\n".join(parts) + "\n"
+
+
+def _recipe(name: str, row: dict[str, Any]) -> list[str]:
+    interval = "" if row["interval"] is None else f" ± {row['interval']:.3f}"
+    start = f"from `{row['start']}`" if row["start"] else ""
+    remark = "; ".join(part for part in (start, row["reason"]) if part)
+    counts = ["-" if row[key] is None else f"{row[key]:,.0f}" for key in ("seeds", "samples", "seconds")]
+    before = "-" if row["before"] is None else f"{row['before']:.3f}"
+    return [f"`{name}`", row["measure"], before, f"**{row['after']:.3f}**{interval}", *counts, row["machine"],
+            f"`{row['command']}`", remark]  # fmt: skip
+
+
+def asynchrony() -> str:
+    """Return the page of staleness, with the table of the newest result if there is one."""
+    from bench.staleness import HEAD, row
+
+    files = sorted(RESULTS.glob("staleness-*.json"))
+    if not files:
+        return f"{_ASYNCHRONY}\nThe bench has not been run in full yet: there is no table.\n"
+    parts = [_ASYNCHRONY]
+    for file in files:
+        found = json.loads(file.read_text())
+        on = found["machine"]
+        rows = [row(name, arm) for name, arm in found["arms"].items()]
+        parts.append(
+            f"\n## {on['cpu']}, {on['cores']} cores\n\n"
+            f"`{found['command']}`, a step sleeps {found['pace_seconds']:g} s. "
+            f"Seconds and samples to a reward are of the mean training reward of five steps. "
+            f"Intervals are over seeds.\n\n{table(HEAD, rows)}\n"
+        )
+        if (picture := RESULTS.parents[1] / "docs" / "images" / f"{file.stem}.png").is_file():
+            parts.append(f"\n![training reward against samples and seconds](images/{picture.name})\n")
+    return "".join(parts)
