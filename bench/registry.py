@@ -125,6 +125,7 @@ BENCHES: dict[str, Bench] = {
     "kernels": Bench(1),
     "trainer": Bench(1),
     "trainer_gpu": Bench(8, needs=(gpu,)),
+    "moe_gpu": Bench(4, needs=(gpu,)),
     "memory": Bench(1),
     "tree": Bench(2),
     "weights": Bench(5),

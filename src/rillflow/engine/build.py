@@ -64,16 +64,26 @@ def _server_engine(policy: PolicyConfig, *, exact: bool, logs: Path | None) -> E
             f"engine.on_update {settings.on_update} does not work with engine.kind {settings.kind}",
             "leave it at refill: running answers are computed again under new weights",
         )
-    if policy.trainer.replay_routing:
+    record = policy.trainer.replay_routing
+    if record and settings.kind != "vllm":
         raise ConfigError(
             f"trainer.replay_routing does not work with engine.kind {settings.kind}: it does not record experts yet",
-            "use engine.kind embedded, or remove trainer.replay_routing",
+            "use engine.kind embedded or vllm, or remove trainer.replay_routing",
         )
     facts = model_facts(policy.model, settings.dtype)
+    if record and not facts.router_layers:
+        raise ConfigError(
+            f"{policy.model} has no router of experts that can be recorded", "remove trainer.replay_routing"
+        )
+    if record and pick_device(settings.device).type == "cpu":
+        raise ConfigError(
+            "trainer.replay_routing does not work with vLLM on a CPU: its model runner there does not return experts",
+            "use a GPU or engine.kind embedded, or remove trainer.replay_routing",
+        )
     if settings.kind == "vllm":
         from rillflow.engine.vllm import VllmEngine
 
-        return VllmEngine(facts, settings, logs=logs)
+        return VllmEngine(facts, settings, logs=logs, record=record)
     from rillflow.engine.sglang.engine import SglangEngine
 
     return SglangEngine(facts, settings, logs=logs)

@@ -279,3 +279,40 @@ def test_a_part_scatters_only_what_is_its_own() -> None:
     _scatter(place, index_K, value_K)
     tensor.view(-1)[index_K] = value_K
     assert torch.equal(part, tensor[2:4, 4:])
+
+
+class Stacks(torch.nn.Module):
+    """Stacks of experts. The loader copies them expert by expert: gates first, then the other halves, as vLLM's do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w13 = torch.nn.Parameter(torch.zeros(4, 12, 8, dtype=torch.bfloat16), requires_grad=False)
+        self.w2 = torch.nn.Parameter(torch.zeros(4, 8, 6, dtype=torch.bfloat16), requires_grad=False)
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        for name, loaded in weights:
+            if name == "gate_up":
+                for half in (0, 1):
+                    for expert, part in enumerate(loaded.chunk(2, 1)[half].unbind()):
+                        self.w13.data[expert].narrow(0, half * 6, 6).copy_(part)
+            elif name == "down":
+                for expert, part in enumerate(loaded.unbind()):
+                    self.w2.data[expert].copy_(part)
+            else:  # experts in another order
+                for expert, part in enumerate(loaded.unbind()):
+                    self.w2.data[3 - expert].copy_(part)
+
+
+def test_experts_that_lie_as_they_were_published_are_one_part() -> None:
+    worker = RillflowWorker()
+    worker.model_runner = SimpleNamespace(model=Stacks())  # type: ignore[attr-defined]
+    shapes = {"gate_up": [4, 12, 8], "down": [4, 8, 6], "reversed": [4, 8, 6]}
+    spread = worker.rillflow_layout(shapes, "bfloat16")["spread"]
+    assert spread["gate_up"] == [[0, [384], [1]]]
+    assert spread["down"] == [[0, [192], [1]]]
+    assert len(spread["reversed"]) == 4
+    stack = torch.randn(4, 12, 8).to(torch.bfloat16)
+    laid = lay_whole({"gate_up": stack})
+    worker.rillflow_load(sorted(map(str, laid.folder.iterdir())))
+    laid.remove()
+    assert torch.equal(worker.model_runner.model.w13, stack)  # type: ignore[attr-defined]

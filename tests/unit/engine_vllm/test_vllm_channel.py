@@ -10,16 +10,19 @@ from typing import Any
 
 import aiohttp
 import msgspec
+import numpy as np
 import pytest
 from aiohttp import web
 
 from counting_engine import until
 from rillflow.config.policy import EngineConfig
+from rillflow.engine.experts import unpack
 from rillflow.engine.servers.calls import is_scored, needs_both
 from rillflow.engine.servers.facts import ModelFacts
 from rillflow.engine.servers.inside import rillflow_channel
 from rillflow.engine.servers.inside.rillflow_channel import PATH, SHUT, TOKEN, Channel
 from rillflow.engine.vllm import VllmEngine
+from rillflow.engine.vllm.engine import _Chosen
 from rillflow.engine.vllm.server import ChannelClient
 from rillflow.errors import EngineError, EngineLost
 from rillflow.types import Grammar, Sampling
@@ -37,6 +40,7 @@ class FakeLLM:
         self.paused = False
         self.errored = False
         self.top = -1  # the id of the top token, where one is asked for
+        self.experts: Any = None  # that come with the last part of every answer
         self.deaf = False  # to its own pause, as for a request that comes too late
         self._allowance = 0
         self._turn = asyncio.Event()
@@ -63,7 +67,9 @@ class FakeLLM:
                     await self._turn.wait()
                 self._allowance -= 1
                 finish = "length" if number + 1 == params["max_tokens"] else None
-                yield _output([number], finish, params.get("logprobs", 0), self.top)
+                made = _output([number], finish, params.get("logprobs", 0), self.top)
+                made.outputs[0].routed_experts = None if finish is None else self.experts
+                yield made
         finally:
             self.running.pop(name, None)
 
@@ -413,3 +419,28 @@ def test_no_two_starts_share_a_prefix_cache() -> None:
     """A server that runs already may have served other weights under the same version."""
     engines = [VllmEngine(ModelFacts.__new__(ModelFacts), EngineConfig(kind="vllm")) for _ in range(2)]
     assert len({engine.salt(version) for engine in engines for version in (0, 1)}) == 4
+
+
+async def test_experts_come_before_the_last_part_in_pieces_of_bounded_size(
+    world: World, client: ChannelClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rillflow_channel, "_EXPERT_BYTES", 24)  # two tokens of three layers, two experts each
+    world.llm.experts = chosen_NLK = np.arange(30, dtype=np.uint8).reshape(5, 3, 2)
+    world.llm.give(100)
+    for more in ({}, {"scored": True}):  # a prompt of three tokens and an answer of three
+        found, parts = _Chosen(), []
+        _, answer = ask(client, 3, **more)
+        while not parts or not (parts[-1].finish or parts[-1].error):
+            parts.append(await answer.next())
+            found.add(parts[-1])
+        assert [len(part.experts) for part in parts if part.experts] == [24, 24, 12]
+        assert not any(part.tokens for part in parts if part.experts)
+        assert np.array_equal(unpack(found.packed((0, 2), 3)), chosen_NLK[:, [0, 2]].reshape(5, 4))
+        with pytest.raises(EngineError, match="of 5 tokens instead of 9"):
+            found.packed((0, 2), 7)
+
+
+def test_a_server_that_returns_no_experts_is_named() -> None:
+    with pytest.raises(EngineError, match="no experts") as caught:
+        _Chosen().packed((0,), 3)
+    assert "--enable-return-routed-experts" in caught.value.hint

@@ -10,7 +10,8 @@ import pytest
 import torch
 from pydantic import ValidationError
 
-from rillflow.config import PolicyConfig
+from model_families import build
+from rillflow.config import PolicyConfig, TrainerConfig
 from rillflow.config.policy import EngineConfig, ServerConfig
 from rillflow.engine.build import build_engine
 from rillflow.engine.servers.facts import model_facts
@@ -68,6 +69,21 @@ def test_what_servers_cannot_do_is_refused() -> None:
         build_engine(plain, exact=True)
     with pytest.raises(ConfigError, match="on_update"):
         build_engine(plain.model_copy(update={"engine": EngineConfig(kind="vllm", on_update="keep")}), exact=False)
+
+
+def test_experts_are_recorded_where_the_recipe_replays_them(tmp_path: Path) -> None:
+    build("Qwen3-MoE").save_pretrained(tmp_path)
+    facts = model_facts(str(tmp_path), "fp32")
+    assert facts.router_layers == (0, 1)
+    assert "--enable-return-routed-experts" in server.command(facts, settings(), 1, record=True)
+    assert "--enable-return-routed-experts" not in server.command(facts, settings(), 1)
+    replaying = PolicyConfig(model=str(tmp_path), engine=settings(), trainer=TrainerConfig(replay_routing=True))
+    with pytest.raises(ConfigError, match="replay_routing does not work with vLLM on a CPU"):
+        build_engine(replaying, exact=False)
+    with pytest.raises(ConfigError, match="no router"):
+        build_engine(replaying.model_copy(update={"model": "tiny"}), exact=False)
+    with pytest.raises(ConfigError, match=r"replay_routing does not work with engine\.kind sglang"):
+        build_engine(replaying.model_copy(update={"engine": EngineConfig(kind="sglang")}), exact=False)
 
 
 async def test_an_interpreter_without_vllm_says_so(tmp_path: object) -> None:

@@ -28,12 +28,14 @@ _WHOLE_SECONDS = 30.0  # likewise, where one of them is sampled again from its b
 
 
 class Part(NamedTuple):
-    """Tokens of one attempt. `finish` is None if more will come, and `abort` if the attempt was cut."""
+    """Tokens of one attempt. `finish` is None if more will come, and `abort` if the attempt was cut. The last part may
+    have the `experts` of all tokens but the last (`engine.experts`)."""
 
     tokens: list[int]
     logprobs: list[float]
     raw_logprobs: list[float]
     finish: FinishReason | None = None
+    experts: bytes = b""
 
 
 def is_scored(sampling: Sampling) -> bool:
@@ -233,6 +235,7 @@ class Calls:
             raw_logprobs=part.raw_logprobs,
             version=version,
             finish=finish,
+            experts=part.experts,
         )
         call.push(call.progress.take(chunk))
         self.generated += len(part.tokens)

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
+from rillflow.engine.experts import routers_of
 from rillflow.errors import ConfigError, WeightsError
 from rillflow.weights.model_folder import model_folder
 from rillflow.weights.models import DTYPES, Dtype
@@ -29,13 +30,15 @@ _HINT = "weights are changed in place: serve the model unquantised, in the dtype
 
 @dataclass(frozen=True)
 class ModelFacts:
-    """A model as its published weights are named: `aliases` has, for every name, the first one of the same tensor."""
+    """A model as its published weights are named: `aliases` has, for every name, the first one of the same tensor.
+    `router_layers` are the numbers of the layers that have a router of experts."""
 
     folder: Path
     dtype: Dtype
     vocabulary: int
     shapes: Mapping[str, tuple[int, ...]]
     aliases: Mapping[str, str]
+    router_layers: tuple[int, ...] = ()
 
     def whole(self, tensors: Tensors) -> dict[str, torch.Tensor]:
         """Return all weights, each tensor once. Raise WeightsError when they are not those of this model."""
@@ -107,7 +110,14 @@ def model_facts(name: str, dtype: Dtype) -> ModelFacts:
         shapes[key] = tuple(tensor.shape)
     aliases = {key: keys[0] for keys in groups.values() for key in keys}
     once = {key: shapes[key] for key in dict.fromkeys(aliases.values())}
-    return ModelFacts(folder, dtype, config.get_text_config().vocab_size, once, aliases)
+    routers = {id(router) for router in routers_of(model)}
+    layers = tuple(_layer(name) for name, module in model.named_modules() if id(module) in routers)
+    return ModelFacts(folder, dtype, config.get_text_config().vocab_size, once, aliases, layers)
+
+
+def _layer(name: str) -> int:
+    """Return the number of the layer in a module's name."""
+    return next(int(part) for part in name.split(".") if part.isdigit())
 
 
 def _same(left: Change, right: Change) -> bool:

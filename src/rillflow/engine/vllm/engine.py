@@ -21,12 +21,15 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
+import numpy as np
 
 from rillflow.config.policy import EngineConfig
 from rillflow.contracts import Clock
+from rillflow.engine.experts import pack
 from rillflow.engine.servers.calls import Part, is_scored, needs_both
 from rillflow.engine.servers.facts import ModelFacts
 from rillflow.engine.servers.in_place import InPlaceEngine
+from rillflow.engine.servers.inside import rillflow_channel
 from rillflow.engine.servers.inside.rillflow_channel import LOST
 from rillflow.engine.servers.process import ServerProcess, free_port
 from rillflow.engine.vllm import server
@@ -48,9 +51,17 @@ class VllmEngine(InPlaceEngine):
     PRODUCT = "vLLM"
 
     def __init__(
-        self, model: ModelFacts, settings: EngineConfig, *, logs: Path | None = None, clock: Clock | None = None
+        self,
+        model: ModelFacts,
+        settings: EngineConfig,
+        *,
+        logs: Path | None = None,
+        clock: Clock | None = None,
+        record: bool = False,
     ) -> None:
+        """With `record`, answers come with the experts that a mixture chose for each token."""
         super().__init__(model, settings, logs=logs, clock=clock)
+        self._record = record
         self._channel: ChannelClient | None = None
 
     # ------------------------------------------------------------ the server
@@ -73,7 +84,7 @@ class VllmEngine(InPlaceEngine):
         port, token = free_port(), secrets.token_urlsafe(32)
         logs = self._logs or Path(tempfile.mkdtemp(prefix="rillflow-vllm-"))
         process = ServerProcess(
-            server.command(self.model, self.settings, port),
+            server.command(self.model, self.settings, port, record=self._record),
             environment=server.environment(self.settings, token),
             log=logs / f"vllm-{port}.log",
         )
@@ -127,7 +138,7 @@ class VllmEngine(InPlaceEngine):
             scored=is_scored(asked),
             both=needs_both(asked),
         )
-        first = True
+        first, chosen = True, _Chosen()
         try:
             while True:
                 async with asyncio.timeout(_STALL_SECONDS):
@@ -137,6 +148,9 @@ class VllmEngine(InPlaceEngine):
                 if part.error or part.finish not in ("", *_FINISHES):
                     channel.ended(number)
                     raise EngineError(f"vLLM: {part.error or part.finish}", "see its log")
+                chosen.add(part)
+                if part.experts:
+                    continue
                 if first and part.tokens:
                     first = False
                     self.reused += part.cached
@@ -147,7 +161,9 @@ class VllmEngine(InPlaceEngine):
                 if finish is not None:
                     channel.ended(number)
                 raw = part.raw if is_scored(asked) or needs_both(asked) else part.logprobs
-                yield Part(part.tokens, drawn, raw, finish)
+                recorded = self._record and finish in ("stop", "length")
+                experts = chosen.packed(self.model.router_layers, len(request.tokens)) if recorded else b""
+                yield Part(part.tokens, drawn, raw, finish, experts)
                 if finish is not None:
                     return
         finally:
@@ -186,6 +202,36 @@ class VllmEngine(InPlaceEngine):
     async def rewrite(self, method: str, argument: list[Any]) -> list[Any]:
         answers: list[Any] = await self._call(method, argument, deadline=_WEIGHTS_SECONDS)
         return answers
+
+
+class _Chosen:
+    """The experts of one attempt as vLLM returns them: of all layers, also of those without a router."""
+
+    def __init__(self) -> None:
+        self._pieces: list[bytes] = []
+        self._shape = (0, 0)
+        self._tokens = 0
+
+    def add(self, part: rillflow_channel.Part) -> None:
+        self._tokens += len(part.tokens)
+        if part.experts:
+            self._pieces.append(part.experts)
+            self._shape = part.shape
+
+    def packed(self, layers: tuple[int, ...], prompt: int) -> bytes:
+        """Return the choices of the layers with routers. They cover a prompt of this many tokens and the answer but its
+        last token."""
+        if not self._pieces:
+            raise EngineError(
+                "vLLM returned no experts", "a server that runs already needs --enable-return-routed-experts"
+            )
+        chosen_NLK = np.frombuffer(b"".join(self._pieces), "<u2").reshape(-1, *self._shape)
+        expected = prompt + self._tokens - 1
+        if len(chosen_NLK) != expected:
+            raise EngineError(
+                f"vLLM returned the experts of {len(chosen_NLK)} tokens instead of {expected}", "is it a tried release?"
+            )
+        return pack(chosen_NLK[:, list(layers)].reshape(expected, -1))
 
 
 def _seed(request: GenerateRequest) -> int | None:

@@ -51,7 +51,8 @@ _INVARIANT_BELOW = 256
 _SEEDED = ("--attention-backend", "TRITON_ATTN", "--no-enable-prefix-caching", "--enforce-eager")
 
 
-def command(model: ModelFacts, settings: EngineConfig, port: int) -> list[str]:
+def command(model: ModelFacts, settings: EngineConfig, port: int, *, record: bool = False) -> list[str]:
+    """Return the words that start a server. With `record` it returns the experts that a mixture chooses."""
     server = settings.server
     cpu = pick_device(settings.device).type == "cpu"
     invariant = server.seeded and not cpu
@@ -77,6 +78,8 @@ def command(model: ModelFacts, settings: EngineConfig, port: int) -> list[str]:
         "--disable-uvicorn-access-log",
         "--disable-log-stats",  # its metrics cost as much as our part of a request
         *(["--enforce-eager"] if cpu else []),
+        *(["--moe-backend", "triton"] if model.router_layers and not cpu else []),  # others store weights reordered
+        *(["--enable-return-routed-experts"] if record else []),
         *([*_SEEDED, "--max-num-batched-tokens", str(_INVARIANT_BELOW - 1)] if invariant else []),
         *server.arguments,
     ]

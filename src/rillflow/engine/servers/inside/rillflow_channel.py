@@ -14,7 +14,7 @@ import asyncio
 import hmac
 import importlib
 import os
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Iterator
 from contextlib import suppress
 from typing import Any
 
@@ -27,6 +27,7 @@ LOST = "lost"  # the `finish` of an answer when vLLM's engine has died
 _GATHER_SECONDS = 0.005  # parts that arrive within so long travel in one frame; a reply takes them along at once
 _SHAPES = {"json": "json", "regex": "regex", "lark": "grammar"}  # what vLLM calls the kinds of grammars
 _CUT_SECONDS = 1.0  # after a pause, for requests to end by themselves
+_EXPERT_BYTES = 8 << 20  # most recorded experts in one part, and in one frame
 
 
 class Ask(msgspec.Struct, array_like=True, tag="ask"):
@@ -66,7 +67,11 @@ class Control(msgspec.Struct, array_like=True, tag="control"):
 
 
 class Part(msgspec.Struct, array_like=True, tag="part"):
-    """The next tokens of an answer. `finish` is stop, length or abort; `cached` tells how much of the prompt was."""
+    """The next tokens of an answer. `finish` is stop, length or abort; `cached` tells how much of the prompt was.
+
+    Parts without tokens carry the experts that a mixture chose, before the last part of the answer: uint16 numbers of
+    the tokens of prompt and answer but the last, with `shape` (layers, experts for each) for every token.
+    """
 
     id: int
     tokens: list[int]
@@ -75,6 +80,8 @@ class Part(msgspec.Struct, array_like=True, tag="part"):
     error: str = ""
     cached: int = 0
     raw: list[float] = []
+    experts: bytes = b""
+    shape: tuple[int, int] = (0, 0)
 
 
 class Reply(msgspec.Struct, array_like=True, tag="reply"):
@@ -176,8 +183,9 @@ class _Connection:
                     await self._urgent.wait()
             self._full.clear()
             self._urgent.clear()
-            frame, self._outbox = self._outbox, []
-            await self._send({"type": "websocket.send", "bytes": msgspec.msgpack.encode(frame)})
+            messages, self._outbox = self._outbox, []
+            for frame in _frames(messages):
+                await self._send({"type": "websocket.send", "bytes": msgspec.msgpack.encode(frame)})
 
     # ------------------------------------------------------------ sampling
 
@@ -204,6 +212,10 @@ class _Connection:
         prompt = {"type": "token", "prompt_token_ids": ask.tokens, "cache_salt": ask.salt}
         async for output in self._engine.generate(prompt, self._sampling(ask), self._name(ask.id)):
             part = output.outputs[0]
+            chosen = getattr(part, "routed_experts", None)  # with the last part, if vLLM records them
+            if chosen is not None:
+                for piece in _experts(ask.id, chosen):
+                    yield piece
             tokens = list(part.token_ids)
             logprobs, raw = _logprobs(part.logprobs, len(tokens), both=ask.both) if tokens else ([], [])
             yield Part(ask.id, tokens, logprobs, part.finish_reason or "", "", output.num_cached_tokens or 0, raw)
@@ -213,6 +225,9 @@ class _Connection:
         a grammar from tokens that it has not sampled now."""
         whole = Part(ask.id, [], [], "abort")
         async for part in self._parts(ask):
+            if part.experts:
+                self._put(part)
+                continue
             whole.tokens += part.tokens
             whole.logprobs += part.logprobs
             whole.cached = max(whole.cached, part.cached)
@@ -308,6 +323,29 @@ class _Connection:
             if not task.done():
                 task.cancel()
                 self._put(Part(number, [], [], "abort"))
+
+
+def _experts(number: int, chosen_NLK: Any) -> Iterator[Part]:
+    """Yield the experts of an answer, in parts of bounded size."""
+    _, layers, each = chosen_NLK.shape
+    rows = max(1, _EXPERT_BYTES // (2 * layers * each))
+    for start in range(0, len(chosen_NLK), rows):
+        data = chosen_NLK[start : start + rows].astype("<u2").tobytes()
+        yield Part(number, [], [], experts=data, shape=(layers, each))
+
+
+def _frames(messages: list[Part | Reply]) -> Iterator[list[Part | Reply]]:
+    """Yield the messages in order, in frames of bounded size: many answers may end at once."""
+    frame: list[Part | Reply] = []
+    size = 0
+    for message in messages:
+        more = len(message.experts) if isinstance(message, Part) else 0
+        if frame and size + more > _EXPERT_BYTES:
+            yield frame
+            frame, size = [], 0
+        frame.append(message)
+        size += more
+    yield frame
 
 
 def _logprobs(found: Any, tokens: int, *, both: bool) -> tuple[list[float], list[float]]:

@@ -79,6 +79,7 @@ class RillflowWorker:
         recorder = _Recorder(sources)
         with recorder, torch.no_grad():
             model.load_weights(iter(sources.items()))  # type: ignore[operator]
+        recorder.places = {name: _joined(places) for name, places in recorder.places.items()}
         self.rillflow_places = recorder.places
         self.rillflow_facts = {name: (tuple(shape), wanted) for name, shape in shapes.items()}
         held = {place.held.untyped_storage().data_ptr() for places in recorder.places.values() for place in places}
@@ -243,6 +244,34 @@ class RillflowWorker:
 # ---------------------------------------------------------------- one part
 
 
+def _joined(places: list[Place]) -> list[Place]:
+    """Return the parts, those joined that follow each other in the tensor as well as in the memory of this rank: a
+    loader copies the experts of a stack one by one."""
+    joined: list[Place] = []
+    for place in sorted(places, key=lambda place: place.offset):
+        last = joined[-1] if joined else None
+        if last is not None and _follows(last, place):
+            size = math.prod(last.size) + math.prod(place.size)
+            joined[-1] = Place(last.offset, (size,), (1,), last.held.as_strided((size,), (1,)))
+        else:
+            joined.append(place)
+    return joined
+
+
+def _follows(last: Place, place: Place) -> bool:
+    """Return whether the second part begins where the first one ends. Both must be one run of memory."""
+    size = math.prod(last.size)
+    runs = all(rows is not None and rows[0] == 1 for rows in (_rows(last, _WORD), _rows(place, _WORD)))
+    return (
+        runs
+        and last.held.is_contiguous()
+        and place.held.is_contiguous()
+        and last.held.untyped_storage().data_ptr() == place.held.untyped_storage().data_ptr()
+        and place.offset == last.offset + size
+        and place.held.storage_offset() == last.held.storage_offset() + size
+    )
+
+
 def _fill(place: Place, flat: torch.Tensor) -> None:
     place.held.copy_(flat.as_strided(place.size, place.stride, flat.storage_offset() + place.offset))
 
@@ -391,8 +420,8 @@ class _File:
 
 
 def _keep_weights_on_cpu() -> None:
-    """vLLM's CPU build packs the weights of linear layers into a form of its own and drops them. Then nothing could be
-    changed in place, so there they stay as they are and are multiplied as they are."""
+    """vLLM's CPU build packs the weights of linear layers and experts into a form of its own and drops them. Then
+    nothing could be changed in place, so there they stay as they are and are multiplied as they are."""
     platforms = importlib.import_module("vllm.platforms")
     if not platforms.current_platform.is_cpu():
         return
@@ -402,6 +431,22 @@ def _keep_weights_on_cpu() -> None:
         layer.cpu_linear = torch.nn.functional.linear
 
     utils.dispatch_cpu_unquantized_gemm = plain  # type: ignore[attr-defined]
+    experts = importlib.import_module("vllm.model_executor.layers.fused_moe.experts.cpu_moe").CPUUnquantizedExperts
+    experts.process_weights_after_loading = lambda self, layer: None
+    experts.apply = _apply_experts
+
+
+def _apply_experts(self: Any, output: torch.Tensor, hidden_states: torch.Tensor, **named: Any) -> None:
+    """Compute the weighted sum of each token's experts, expert by expert."""
+    if named["activation"].value != "silu" or self.w1_bias is not None or self.w2_bias is not None:
+        raise ValueError("on a CPU, weights of experts are changed in place only with SiLU and without biases")
+    chosen, weight = named["topk_ids"], named["topk_weights"]
+    output.zero_()
+    for expert in chosen.unique().tolist():
+        row, place = (chosen == expert).nonzero(as_tuple=True)
+        gate, up = torch.nn.functional.linear(hidden_states[row], named["w1"][expert]).chunk(2, -1)
+        made = torch.nn.functional.linear(torch.nn.functional.silu(gate) * up, named["w2"][expert])
+        output.index_add_(0, row, (made * weight[row, place, None]).to(output.dtype))
 
 
 if os.environ.get("RILLFLOW_INSIDE") == "vllm":  # in its processes, not where this file is only read
