@@ -15,9 +15,12 @@ no outcome       PRM-DAPO by the model's scores alone, as the original
 no results       the model does not read the results of earlier decisions
 turn groups      one decision from each state, compared with those of the same turn in other episodes
 scaled groups    advantages divided by the standard deviation of each state's scores, as the original
+constant scores  PRM-DAPO with a model that gives every decision the same score: what known outcomes do alone
+unbalanced judge the judge's labels as frequent as they are, and as many steps of the fit as labels by returns get
+outcome only, 32 outcome only with as many optimizer steps as the arms with a model; it plays more episodes than they
 
-No arm plays more episodes than `outcome only`, the first round counted. The labels cost no episodes. With --keep the
-runs stay, and those that are there already are not made again; with --seconds those that are finished in time are
+No other arm plays more episodes than `outcome only`, the first round counted. The labels cost no episodes. With --keep
+the runs stay, and those that are there already are not made again; with --seconds those that are finished in time are
 reported, and the next call goes on.
 """
 
@@ -26,6 +29,7 @@ from __future__ import annotations
 import json
 import math
 import re
+import shutil
 import statistics
 import sys
 import tempfile
@@ -43,29 +47,45 @@ from rillflow.runtime.folder import RunFolder
 
 PRM = "options.process_reward"
 FIRST, OUTCOME, PRO = "first round", "outcome only", "PRM-DAPO"
+LONGER = "outcome only, 32"
 
 
 @dataclass(frozen=True)
 class Setting:
-    """What an arm with a process reward model changes in `agentflow_pro`, and the episodes of one of its steps."""
+    """What an arm with a process reward model changes in `agentflow_pro`, and the episodes of one of its steps.
+
+    Scores that are compared with outcomes have to be probabilities: without `balance` there are as many good rows as
+    there were. A `constant` model has a head of zeros.
+    """
 
     changes: tuple[str, ...] = ()
     per_step: int = 16
     labels: str = "judge"
     results: bool = True
+    balance: bool = True
+    constant: bool = False
+
+    @property
+    def model(self) -> str:
+        """Return the name of its process reward model, which arms share."""
+        parts = [self.labels, "" if self.balance else "unbalanced", "" if self.results else "blind"]
+        return "-".join(part for part in parts if part)
 
 
 ARMS = {
     PRO: Setting(),
-    "outcome labels": Setting(labels="returns"),
+    "outcome labels": Setting(labels="returns", balance=False),
     "no outcome": Setting((f"{PRM}.outcome=0",)),
     "no results": Setting(results=False),
     "turn groups": Setting(
         (f"{PRM}.actions=1", "dataflow.grouping=turn", "dataflow.group_size=8", "trainer.batch_groups=8"), 64
     ),
     "scaled groups": Setting(("trainer.advantage=grpo",)),
+    "constant scores": Setting(constant=True),
+    "unbalanced judge": Setting(balance=False),
 }
 PER_STEP = 64  # episodes of a step of outcome only
+HEAD = "score.weight"  # of a process reward model
 REPEATS = 2
 _LEFT = re.compile(r"(\d+) more\Z")
 
@@ -109,33 +129,46 @@ class Bench:
         run = self._first(seed)
         return self._arm(run, self._size.first, held_out(run)[0])
 
-    def outcome_only(self, seed: int) -> Arm:
-        steps = self._size.outcome
-        run = self._run(_part(OUTCOME, seed), "agentflow", seed, steps, self._planner(seed))
+    def outcome_only(self, seed: int, name: str = OUTCOME) -> Arm:
+        steps = self._size.model if name == LONGER else self._size.outcome
+        run = self._run(_part(name, seed), "agentflow", seed, steps, self._planner(seed))
         return self._arm(run, steps, self._start(seed))
 
     def with_model(self, name: str, seed: int) -> Arm:
         setting = ARMS[name]
         # Without the gate: what a model that ranks badly does is measured as well.
-        more = [f"{PRM}.model={self.prm(seed, setting)}", f"{PRM}.gate=false"]
+        model = self._flat(seed, setting) if setting.constant else self.prm(seed, setting)
+        more = [f"{PRM}.model={model}", f"{PRM}.gate=false"]
         more += [] if setting.results else [f"{PRM}.results=false"]
         steps = min(self._size.model, max(1, self._size.outcome * PER_STEP // setting.per_step))
         run = self._run(_part(name, seed), "agentflow_pro", seed, steps, self._planner(seed), *more, *setting.changes)
         return self._arm(run, steps, self._start(seed))
 
     def prm(self, seed: int, setting: Setting) -> Path:
-        name = f"prm-{setting.labels}{'' if setting.results else '-blind'}-{seed}"
+        name = f"prm-{setting.model}-{seed}"
         train = self._runs.folder / f"{name}-train.jsonl"
         words = ["label", str(self._first(seed)), "--out", str(train), "--heldout", "{}", "--by", setting.labels]
         words += ["--results" if setting.results else "--no-results"]
-        # Scores that are compared with outcomes have to be probabilities: as many good rows as there are.
-        words += ["--no-balance"] if setting.labels == "returns" else ["--url", self._judge, "--model", MODEL]
+        words += [] if setting.balance else ["--no-balance"]
+        words += ["--url", self._judge, "--model", MODEL] if setting.labels == "judge" else []
         held = self._runs.written(f"{name}-heldout.jsonl", *words)
         # Single outcomes are noisy: fewer passes over them.
-        steps = 2 if self._few else 240 if setting.labels == "judge" else 100
+        steps = 2 if self._few else 240 if setting.balance else 100
         data = [f"data.train.path={train}", f"data.heldout.path={held}", f"seed={seed}", f"trainer.steps={steps}",
                 f"model={self._planner(seed)}", f"runtime.threads={self._threads}"]  # fmt: skip
         return self._runs.made(name, "fit", "agentflow_prm", *data) / "model"
+
+    def _flat(self, seed: int, setting: Setting) -> Path:
+        """Return a copy of a process reward model whose head is zero, so that it scores everything alike."""
+        from safetensors.numpy import load_file, save_file
+
+        model = self.prm(seed, setting)
+        flat = self._runs.folder / f"prm-constant-{seed}"
+        if not flat.is_dir():
+            shutil.copytree(model, flat)
+            weights = load_file(model / "model.safetensors")
+            save_file({name: array * (name != HEAD) for name, array in weights.items()}, flat / "model.safetensors")
+        return flat
 
     def quality(self, seed: int, setting: Setting) -> dict[str, float]:
         return dict(json.loads((self.prm(seed, setting) / "rillflow.json").read_text())["quality"])
@@ -243,7 +276,10 @@ def qualities(bench: Bench, arms: list[str], seeds: range) -> dict[str, list[dic
     found: dict[str, list[dict[str, float]]] = {}
     for name in arms:
         setting = ARMS[name]
+        if setting.constant:
+            continue
         of = f"labels by {setting.labels}{'' if setting.results else ', no results'}"
+        of += ", unbalanced" if setting.labels == "judge" and not setting.balance else ""
         if of not in found:
             measured = at_once([partial(bench.quality, seed, setting) for seed in seeds])
             found[of] = [one for one in measured if one is not None]
@@ -253,7 +289,7 @@ def qualities(bench: Bench, arms: list[str], seeds: range) -> dict[str, list[dic
 def main() -> None:
     arguments = parser(__doc__ or "")
     arguments.add_argument("--seeds", type=int, help="how many seeds; default 3, with --quick 1")
-    arguments.add_argument("--arms", nargs="+", choices=list(ARMS), help=f"default all; with --quick {PRO}")
+    arguments.add_argument("--arms", nargs="+", choices=[*ARMS, LONGER], help=f"default all; with --quick {PRO}")
     arguments.add_argument("--jobs", type=int, default=1, help="commands at once")
     arguments.add_argument("--threads", type=int, default=1, help="torch threads of a fit")
     arguments.add_argument("--warm", type=Path, help="model folder of a warm start that was made before")
@@ -261,7 +297,8 @@ def main() -> None:
     arguments.add_argument("--seconds", type=float, default=math.inf, help="stop then and report what is finished")
     given = arguments.parse_args()
     seeds = range(given.seeds or (1 if given.quick else 3))
-    arms = given.arms or ([PRO] if given.quick else list(ARMS))
+    chosen = given.arms or ([PRO] if given.quick else [*ARMS, LONGER])
+    arms = [name for name in chosen if name in ARMS]
     with tempfile.TemporaryDirectory() as temporary, serving() as judge:
         folder = (given.keep or Path(temporary)).resolve()
         folder.mkdir(parents=True, exist_ok=True)
@@ -275,6 +312,8 @@ def main() -> None:
         )
         work = [(FIRST, partial(bench.first_round, seed)) for seed in seeds]
         work += [(OUTCOME, partial(bench.outcome_only, seed)) for seed in seeds]
+        if LONGER in chosen:
+            work += [(LONGER, partial(bench.outcome_only, seed, LONGER)) for seed in seeds]
         work += [(name, partial(bench.with_model, name, seed)) for name in arms for seed in seeds]
         found: dict[str, list[Arm]] = {}
         for (name, _), arm in zip(work, at_once([one for _, one in work]), strict=True):

@@ -6,7 +6,9 @@ import sqlite3
 from contextlib import closing
 from pathlib import Path
 
+import numpy as np
 import pytest
+from safetensors.numpy import load_file, save_file
 
 from bench import agentflow, solver_verifier
 from bench.arms import NotMade, Runs, asked, at_once, episodes, held_out
@@ -77,3 +79,28 @@ def test_without_time_no_command_is_started(tmp_path: Path) -> None:
     (tmp_path / "labels").write_text("there")
     found = at_once([lambda: runs.written("labels", "label"), lambda: runs.written("others", "label", "{}")])
     assert found == [tmp_path / "labels", None]
+
+
+def test_a_constant_model_has_a_head_of_zeros_and_is_else_the_same(tmp_path: Path) -> None:
+    model = tmp_path / "prm-judge-0" / "fit-1" / "model"
+    model.mkdir(parents=True)
+    (model.parent / "state.json").write_text('{"state": "finished"}')
+    (tmp_path / "prm-judge-0-heldout.jsonl").touch()
+    weights = {agentflow.HEAD: np.ones((1, 4), np.float32), "norm.weight": np.ones(4, np.float32)}
+    save_file(weights, model / "model.safetensors")
+    for part in ("first-round-0", "outcome-only-0"):
+        (tmp_path / part / "agentflow-1").mkdir(parents=True)
+        (tmp_path / part / "agentflow-1" / "state.json").write_text('{"state": "finished"}')
+    (tmp_path / "first-round-0-model").mkdir()
+    runs = Runs(tmp_path, 1, seconds=0)
+    bench = agentflow.Bench(runs, "", size=agentflow.Size(), warm=tmp_path, threads=1, few=False)
+    made = load_file(bench._flat(0, agentflow.ARMS["constant scores"]) / "model.safetensors")
+    assert not made[agentflow.HEAD].any()
+    assert made["norm.weight"].all()
+
+
+def test_arms_share_a_model_only_if_their_labels_are_the_same() -> None:
+    arms = agentflow.ARMS
+    assert arms["constant scores"].model == arms[agentflow.PRO].model
+    apart = {arms[name].model for name in (agentflow.PRO, "outcome labels", "no results", "unbalanced judge")}
+    assert len(apart) == 4
