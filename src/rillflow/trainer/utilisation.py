@@ -49,7 +49,8 @@ PEAKS = {
     "T4": 65e12,
     "MI300X": 1307e12,
 }
-_SIZES = {"cuda": 4096, "cpu": 512}  # rows of the matrices whose product is timed
+_SMALLEST, _LARGEST = 64, {"cuda": 4096, "cpu": 512}  # rows of the matrices whose product is timed
+_LONG = 2e-3  # seconds of a product after which no larger one is timed: a CPU without bf16 needs seconds for 512 rows
 _TIMES = 8
 
 
@@ -131,12 +132,21 @@ def known_peak(name: str) -> float | None:
 
 @lru_cache
 def _measured(device: torch.device, dtype: torch.dtype) -> float:
-    """Return the operations per second of a matrix product, the fastest of several."""
-    size = _SIZES.get(device.type, _SIZES["cuda"])
-    matrix = torch.ones(size, size, dtype=dtype, device=device)
-    best = float("inf")
-    for _ in range(_TIMES):
-        started = time.perf_counter()
-        torch.mm(matrix, matrix)[0, 0].item()  # waits for the device
-        best = min(best, time.perf_counter() - started)
-    return 2.0 * size**3 / best
+    """Return the operations per second of a matrix product, the fastest of several.
+
+    Its size is doubled up to the device's largest, or until a product takes long.
+    """
+    size, largest = _SMALLEST, _LARGEST.get(device.type, _LARGEST["cuda"])
+    while True:
+        matrix = torch.ones(size, size, dtype=dtype, device=device)
+        best = min(_seconds(matrix) for _ in range(_TIMES))
+        if size == largest or best > _LONG:
+            return 2.0 * size**3 / best
+        size *= 2
+
+
+def _seconds(matrix: torch.Tensor) -> float:
+    """Return the seconds of the matrix's product with itself."""
+    started = time.perf_counter()
+    torch.mm(matrix, matrix)[0, 0].item()  # waits for the device
+    return time.perf_counter() - started

@@ -8,6 +8,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 from trainer_helpers import small_model
 
+from rillflow.trainer import utilisation
 from rillflow.trainer.packing import Layout, MicroBatch
 from rillflow.trainer.utilisation import Work, known_peak, pairs, peak
 
@@ -73,3 +74,15 @@ def test_the_peak_of_a_processor_is_measured_once() -> None:
     cpu = torch.device("cpu")
     assert peak(cpu, torch.float32) > 1e8
     assert peak(cpu, torch.float32) == peak(cpu, torch.float32)
+
+
+def test_slow_products_are_measured_with_small_matrices(monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes: list[int] = []
+
+    def cubic(matrix: torch.Tensor) -> float:
+        sizes.append(len(matrix))
+        return float(2 * len(matrix) ** 3) / 1e9
+
+    monkeypatch.setattr(utilisation, "_seconds", cubic)
+    assert utilisation._measured.__wrapped__(torch.device("cpu"), torch.bfloat16) == pytest.approx(1e9)
+    assert set(sizes) == {64, 128}, "a product of 128 rows takes 4 ms at that speed"
