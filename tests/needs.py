@@ -188,7 +188,7 @@ NEEDS: dict[str, Need] = {
     "reasoning-gym": Need(_package("reasoning_gym"), _SETUP),
     "scienceworld": Need(_package("scienceworld"), _SETUP),
     "textworld-express": Need(_textworld, _SETUP),
-    "torchao": Need(_package("torchao"), "pip install torchao", ci=False),
+    "torchao": Need(_package("torchao"), _SETUP),
 }
 
 
