@@ -41,7 +41,6 @@ ELSEWHERE = (
     "kernels/delta/gpu/",
     "engine/servers/inside/rillflow_channel",
     "engine/servers/inside/rillflow_sglang",
-    "trainer/attention/flash",
 )
 COMPARISONS: dict[type[ast.cmpop], type[ast.cmpop]] = {
     ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt, ast.Eq: ast.NotEq, ast.NotEq: ast.Eq,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from scripts.touched_tests import SLOW_MARKS
@@ -13,16 +15,17 @@ class Durations:
     """Seconds of set-up, call and tear-down of each test that passed."""
 
     def __init__(self) -> None:
-        self._seconds: dict[str, float] = {}
+        self.seconds: dict[str, float] = {}
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        if report.passed and not SLOW_MARKS & set(report.keywords):
-            self._seconds[report.nodeid] = self._seconds.get(report.nodeid, 0.0) + report.duration
+        named = set(Path(report.nodeid.partition("::")[0]).parts)  # folders are keywords, too
+        if report.passed and not SLOW_MARKS & (set(report.keywords) - named):
+            self.seconds[report.nodeid] = self.seconds.get(report.nodeid, 0.0) + report.duration
 
     def pytest_sessionfinish(self, session: pytest.Session) -> None:
         cache = getattr(session.config, "cache", None)  # missing with `-p no:cacheprovider`
-        if cache is not None and self._seconds:
-            rounded = {test: round(seconds, 3) for test, seconds in self._seconds.items()}
+        if cache is not None and self.seconds:
+            rounded = {test: round(seconds, 3) for test, seconds in self.seconds.items()}
             cache.set(KEY, {**cache.get(KEY, {}), **rounded})
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from durations import Durations
 from scripts.touched_tests import Imports, recorded, select, touched
 
 FILES = {
@@ -90,6 +91,18 @@ def test_the_budget_cuts_the_farthest_and_never_a_changed_test(imports: Imports)
     assert [Path(one.path).name for one in selection.left_out] == ["test_helped.py"]
     assert [Path(one.path).name for one in selection.slow] == ["test_run.py"]
     assert selection.unreached == ["Makefile"]
+
+
+def test_a_folder_with_the_name_of_a_mark_is_no_mark() -> None:
+    seen = Durations()
+    for path, keywords in (("tests/unit/agents/test_a.py", ["agents"]), ("tests/other/test_b.py", ["agents", "other"])):
+        where = (path, 1, "test_x")
+        seen.pytest_runtest_logreport(
+            pytest.TestReport(
+                f"{path}::test_x", where, dict.fromkeys(keywords, 1), "passed", None, "call", duration=0.5
+            )
+        )
+    assert seen.seconds == {"tests/unit/agents/test_a.py::test_x": 0.5}
 
 
 def test_durations_are_summed_by_file(tmp_path: Path) -> None:
