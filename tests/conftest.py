@@ -32,7 +32,7 @@ hypothesis.settings.register_profile(
     "rillflow",
     deadline=None,
     suppress_health_check=[hypothesis.HealthCheck.too_slow],
-    max_examples=repetitions(100, 500),
+    max_examples=repetitions(40, 500),
 )
 hypothesis.settings.load_profile("rillflow")
 

@@ -96,12 +96,11 @@ def test_a_killed_run_ends_as_if_it_had_not_been(cli: Cli) -> None:
     ),
 )
 def test_two_ranks_have_the_curve_of_one(cli: Cli, recipe: str, sharding: str) -> None:
-    result = CliRunner().invoke(
-        app, ["fit", recipe, *SHORT, FEW, "--runs", str(cli.cwd / "one")]
-    )  # no process to start
+    settings = (*SHORT, FEW, "trainer.steps=4")
+    result = CliRunner().invoke(app, ["fit", recipe, *settings, "--runs", str(cli.cwd / "one")])  # no process to start
     assert result.exit_code == 0, result.output
     (one,) = (cli.cwd / "one").iterdir()
-    two = cli.run("fit", recipe, *SHORT, FEW, "trainer.ranks=2", f"trainer.sharding={sharding}", seconds=600).folder
+    two = cli.run("fit", recipe, *settings, "trainer.ranks=2", f"trainer.sharding={sharding}", seconds=600).folder
     curves = [[line["loss"] for line in lines(folder)] for folder in (one, two)]
     assert curves[1] == pytest.approx(curves[0], rel=1e-4, abs=1e-6)
     assert (two / "model" / "config.json").is_file()

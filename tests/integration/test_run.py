@@ -31,6 +31,7 @@ SHORT = [
 ]
 
 
+@pytest.mark.slow
 def test_a_short_run_leaves_what_it_promises(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
     loaded = LoadedModules(cli.cwd / "loaded")
     for name, value in loaded.environment.items():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 from pathlib import Path
 from xml.etree import ElementTree
@@ -12,7 +11,9 @@ from typer.testing import CliRunner
 
 from rillflow.cli.main import app
 from rillflow.config import recipes
+from rillflow.trainer.graph.nodes import REGISTRY
 
+SUPERVISED = "rillflow.trainer.supervised.functions"
 runner = CliRunner()
 
 
@@ -84,9 +85,12 @@ def test_a_run_with_a_graph_that_cannot_work_does_not_start(tmp_path: Path) -> N
     assert not (tmp_path / "runs").exists()
 
 
-def test_functions_of_supervised_training_are_refused_as_a_run_refuses_them() -> None:
-    # In a process of its own: whatever else loads them registers them for all.
-    command = [sys.executable, "-m", "rillflow", "graph", "quickstart", "trainer.nodes=[train_sft]"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
-    assert done.returncode == 2
-    assert "there is no function 'train_sft'" in done.stderr
+def test_functions_of_supervised_training_are_refused_as_a_run_refuses_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The command does not import the module that registers them, which another test may have imported."""
+    monkeypatch.delitem(sys.modules, SUPERVISED, raising=False)
+    others = {name: one for name, one in REGISTRY._by_name.items() if one.run.__module__ != SUPERVISED}
+    monkeypatch.setattr(REGISTRY, "_by_name", others)
+    result = runner.invoke(app, ["graph", "quickstart", "trainer.nodes=[train_sft]"])
+    assert result.exit_code == 2
+    assert "there is no function 'train_sft'" in result.output
+    assert SUPERVISED not in sys.modules

@@ -10,6 +10,7 @@ import pytest
 from dataflow_world import POLICY, prompts, sample
 from rillflow.errors import RillflowError
 from rillflow.types import CompleteTask, Row
+from soak import repetitions
 
 NOWHERE = Row(unit="nobody", segment=0, offset=0, length=8)
 CLOSE = {"ends", "bad_ends", "pace", "made", "busy"}  # sums of products: they round otherwise when taken together
@@ -69,7 +70,8 @@ def told(answers):
     return [(type(one).__name__, str(one)) for one in answers]
 
 
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.soak
+@pytest.mark.parametrize("seed", range(repetitions(4, 12)))
 @pytest.mark.parametrize("rolled_back", [False, True])
 def test_together_or_one_by_one_is_the_same(make_world, seed, rolled_back):
     worlds = [make_world(source=prompts(50), staleness=seed % 3, batch_groups=8, attempts=2) for _ in range(3)]

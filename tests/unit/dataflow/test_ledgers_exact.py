@@ -43,6 +43,7 @@ from rillflow.types import (
 from rillflow.types.route import Route
 from rillflow.types.routes import Dataflow
 from rillflow.wire import Client
+from soak import repetitions
 
 PROMPTS, LEDGERS = 14, 2
 _SHM = Path("/dev/shm")
@@ -230,7 +231,7 @@ async def run_through(
             near.ledger.db.close()
 
 
-@settings(max_examples=25)
+@settings(max_examples=repetitions(8, 100))
 @given(
     staleness=st.sampled_from([0, 2]),
     faults=st.lists(st.sampled_from(["", "", "", "", "refused", "lost", "killed"]), max_size=60),

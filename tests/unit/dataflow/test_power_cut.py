@@ -20,6 +20,7 @@ from rillflow.errors import CorruptData
 from rillflow.storage.records import Place
 from rillflow.storage.segments import segment_numbers
 from rillflow.types import Batch, Row, UnitBeat
+from soak import repetitions
 
 
 class PoweredWorld(World):
@@ -103,7 +104,8 @@ def play_until_the_power_goes(world: PoweredWorld) -> tuple[set[str], set[str]]:
     return trained, done - trained
 
 
-@pytest.mark.parametrize("world", [("process", seed) for seed in range(8)], indirect=True)
+@pytest.mark.soak
+@pytest.mark.parametrize("world", [("process", seed) for seed in range(repetitions(3, 12))], indirect=True)
 def test_a_power_cut_loses_no_trained_row_and_the_others_are_played_again(world: PoweredWorld) -> None:
     before, others = play_until_the_power_goes(world)
     rows = set(world.rows_of.values())
@@ -119,7 +121,8 @@ def test_a_power_cut_loses_no_trained_row_and_the_others_are_played_again(world:
     assert len(set(world.rows_of.values())) == len(world.rows_of), "a new row lies where an old one was"
 
 
-@pytest.mark.parametrize("world", [("machine", seed) for seed in range(4)], indirect=True)
+@pytest.mark.soak
+@pytest.mark.parametrize("world", [("machine", seed) for seed in range(repetitions(2, 8))], indirect=True)
 def test_a_power_cut_takes_nothing_that_was_synced(world: PoweredWorld) -> None:
     before, others = play_until_the_power_goes(world)
     rows = list(world.rows_of.values())

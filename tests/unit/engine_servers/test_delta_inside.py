@@ -13,6 +13,7 @@ from rillflow.engine.servers.inside import rillflow_delta
 from rillflow.engine.servers.inside.rillflow_delta import LAYOUTS, DeltaError, Piece, apply_all
 from rillflow.kernels.delta import format
 from rillflow.weights import delta
+from soak import repetitions
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 
@@ -56,7 +57,7 @@ def test_any_bits_become_any_others(dtype: torch.dtype, share: float) -> None:
     assert bits(decoded(base, delta.encode(base, new).data)) == bits(new)
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=repetitions(20, 50), deadline=None)
 @given(seed=st.integers(0, 10_000), count=st.integers(1, 5000), share=st.floats(0, 1))
 def test_weights_of_any_number_and_share(seed: int, count: int, share: float) -> None:
     base, new = pair(torch.bfloat16, count, share, seed)

@@ -22,6 +22,7 @@ from rillflow.engine.servers.updates import lay_changes, lay_whole
 from rillflow.errors import ConfigError
 from rillflow.weights import codec
 from rillflow.weights.fingerprint import fingerprint
+from soak import repetitions
 
 HIDDEN, HEADS, KEYS, VOCABULARY, PADDED = 16, 16, 8, 30, 32
 SHAPES = {
@@ -128,7 +129,7 @@ def test_learning_changes_nothing_and_loading_is_in_place(dtype: torch.dtype) ->
         assert {name: tensor.data_ptr() for name, tensor in after.items()} == before
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=repetitions(15, 40), deadline=None)
 @given(seed=st.integers(0, 2**32 - 1), dense=st.booleans())
 def test_changes_reach_their_places_on_every_rank(seed: int, dense: bool) -> None:
     ranks = Ranks()
@@ -242,7 +243,7 @@ def test_another_dtype_is_refused() -> None:
         check_layout(ranks.facts, ranks.call("rillflow_layout", shapes, "bfloat16"))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=repetitions(20, 60), deadline=None)
 @given(
     rows=st.integers(1, 40),
     columns=st.sampled_from([1, 2, 3, 4, 8, 12]),

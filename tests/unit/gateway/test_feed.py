@@ -14,6 +14,7 @@ from rillflow.gateway import feed as module
 from rillflow.gateway.failures import CallRefused
 from rillflow.gateway.feed import Asker, EndSession, Feed, Offer, OutsideTask
 from rillflow.types import Prompt
+from soak import repetitions
 
 
 def task(session: str) -> OutsideTask:
@@ -132,7 +133,7 @@ async def test_after_the_run_nobody_gets_a_task() -> None:
     assert refused.value.status == 410
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=repetitions(50, 150), deadline=None)
 @given(seed=st.integers(0, 2**32))
 async def test_any_history_gives_each_task_once(seed: int) -> None:
     """Joins, leaves, offers, fetches and ends in any order: no task twice, none lost, no hand counted twice."""

@@ -7,13 +7,11 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Iterator
 from contextlib import suppress
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import pytest
-import schemathesis
 from gateway_support import chunk, make_renderer
 from hypothesis import HealthCheck, Phase, given, seed, settings
-from schemathesis import Case, GenerationMode, checks
 from serving import TOKEN, add_control
 
 from rillflow.config import GatewayConfig, SamplingConfig
@@ -24,14 +22,11 @@ from rillflow.types import Chunk, GenerateRequest
 from rillflow.wire import LoopThread
 from soak import repetitions
 
+if TYPE_CHECKING:  # imported by the fixture: every worker collects this module, and one runs it
+    from schemathesis import Case
+
+Form = Literal["positive", "negative"]
 LIMITS = GatewayConfig(body=1 << 16, messages=8, tools=4, choices=4, stops=4, tokens=4096)
-CHECKS = (
-    checks.not_a_server_error,
-    checks.status_code_conformance,
-    checks.content_type_conformance,
-    checks.response_headers_conformance,
-    checks.response_schema_conformance,
-)
 # Fields that would be refused most often.
 ANSWERED = {"model": "policy", "max_tokens": 3, "top_k": 2, "prompt": "hello"} | dict.fromkeys(
     Distortions.__struct_fields__
@@ -53,7 +48,17 @@ class Target:
     """A gateway in a thread of its own, with a session that is a fresh one for each operation: some of them end it."""
 
     def __init__(self, thread: LoopThread) -> None:
+        import schemathesis
+        from schemathesis import checks
+
         self._thread = thread
+        self._checks = (
+            checks.not_a_server_error,
+            checks.status_code_conformance,
+            checks.content_type_conformance,
+            checks.response_headers_conformance,
+            checks.response_schema_conformance,
+        )
         self.gateway: Gateway = thread.run(self._make(), 10)
         self.url = thread.run(self.gateway.start(), 10)
         self.renew()
@@ -86,7 +91,7 @@ class Target:
             case.path_parameters["session"] = "s1"
         key = self.key if path.startswith(("/s/", "/v1/")) else TOKEN
         response = case.call(base_url=self.url, headers={"authorization": f"Bearer {key}"}, timeout=20)
-        case.validate_response(response, checks=CHECKS)
+        case.validate_response(response, checks=self._checks)
         return int(response.status_code)
 
     def close(self) -> None:
@@ -102,18 +107,20 @@ def target() -> Iterator[Target]:
     thread.close()
 
 
-def fuzz(target: Target, examples: int, mode: GenerationMode, *, answered: bool) -> dict[str, set[int]]:
+def fuzz(target: Target, examples: int, form: Form, *, answered: bool) -> dict[str, set[int]]:
     """Return the statuses of each operation over `examples` cases."""
     seen = {}
     for operation in target.operations:
         # A session's routes without its name have the same behind them.
         target.renew()
-        wanted = examples if operation.body and not operation.path.startswith("/v1/") else 2
-        seen[operation.path] = play(target, operation, wanted, mode, answered=answered)
+        wanted = examples if operation.body and not operation.path.startswith("/v1/") else 1
+        seen[operation.path] = play(target, operation, wanted, form, answered=answered)
     return seen
 
 
-def play(target: Target, operation: Any, examples: int, mode: GenerationMode, *, answered: bool) -> set[int]:
+def play(target: Target, operation: Any, examples: int, form: Form, *, answered: bool) -> set[int]:
+    from schemathesis import GenerationMode
+
     statuses = set()
 
     @seed(4)
@@ -124,7 +131,7 @@ def play(target: Target, operation: Any, examples: int, mode: GenerationMode, *,
         phases=[Phase.generate],
         suppress_health_check=list(HealthCheck),
     )
-    @given(case=operation.as_strategy(generation_mode=mode))
+    @given(case=operation.as_strategy(generation_mode=GenerationMode(form)))
     def one(case: Case) -> None:
         if answered and isinstance(case.body, dict):
             case.body |= {name: value for name, value in ANSWERED.items() if name in case.body}
@@ -135,20 +142,20 @@ def play(target: Target, operation: Any, examples: int, mode: GenerationMode, *,
 
 
 def test_requests_of_the_described_form(target: Target) -> None:
-    seen = fuzz(target, 5, GenerationMode.POSITIVE, answered=True)
+    seen = fuzz(target, 3, "positive", answered=True)
     assert 200 in set().union(*(seen["/s/{session}" + path] for path in CALLS))
 
 
 def test_requests_of_another_form(target: Target) -> None:
-    seen = fuzz(target, 3, GenerationMode.NEGATIVE, answered=False)
+    seen = fuzz(target, 2, "negative", answered=False)
     assert all(seen["/s/{session}" + path] <= {400, 404} for path in CALLS), seen
 
 
 @pytest.mark.slow
 @pytest.mark.soak
 @pytest.mark.parametrize("answered", repetitions([True], [True, False]))
-@pytest.mark.parametrize("mode", list(GenerationMode))
-def test_many_requests(target: Target, mode: GenerationMode, answered: bool) -> None:
-    seen = fuzz(target, repetitions(12, 80), mode, answered=answered)
-    if answered and mode is GenerationMode.POSITIVE:
+@pytest.mark.parametrize("form", ["positive", "negative"])
+def test_many_requests(target: Target, form: Form, answered: bool) -> None:
+    seen = fuzz(target, repetitions(12, 80), form, answered=answered)
+    if answered and form == "positive":
         assert all(200 in seen["/s/{session}" + path] for path in CALLS), seen

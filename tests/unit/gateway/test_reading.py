@@ -14,6 +14,7 @@ from rillflow.gateway.reading.incremental import Detokeniser, StopStrings
 from rillflow.gateway.reading.reader import Read, Reader
 from rillflow.gateway.reading.reasoning import Think, Thought
 from rillflow.gateway.reading.tools import Offered, ParsedCall
+from soak import repetitions
 
 RENDERER = make_renderer()
 CALL = '<tool_call>{"name": "f", "arguments": {}}</tool_call>'
@@ -111,7 +112,7 @@ def test_no_half_characters() -> None:
     assert "".join(pieces) + detokeniser.finish() == text
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=repetitions(60, 200), deadline=None)
 @given(st.lists(st.integers(0, 262), max_size=90), st.integers(1, 40))
 def test_text_of_any_ids_is_the_same_in_steps(ids: list[int], step: int) -> None:
     detokeniser = Detokeniser(RENDERER.decode, [265])
@@ -166,7 +167,7 @@ def test_an_answer_with_everything() -> None:
     assert parts == [Thought(f"I count 🙂 {CALL}"), "I look.\n", ParsedCall("f", "{}")]
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=repetitions(100, 300), deadline=None)
 @given(
     st.lists(
         st.sampled_from(["<think>", "</think>", CALL, "é🙂", " ", "\n", "text", "EN", "END", "{", '"']), max_size=8

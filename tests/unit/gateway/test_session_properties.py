@@ -52,7 +52,7 @@ def test_what_trains_is_what_was_sampled(template: str, moves: list[Move]) -> No
 
 @pytest.mark.slow
 @pytest.mark.soak
-@settings(QUICK, max_examples=repetitions(300, 3000))
+@settings(QUICK, max_examples=repetitions(100, 3000))
 @given(TEMPLATE, MOVES)
 def test_what_trains_is_what_was_sampled_at_length(template: str, moves: list[Move]) -> None:
     play(template, moves)

@@ -12,6 +12,7 @@ from rillflow.gateway.reading.formats import TOOL_FORMATS
 from rillflow.gateway.reading.incremental import JsonScan, Quotes
 from rillflow.gateway.reading.tools import Offered, ParsedCall, Part
 from rillflow.gateway.trees.messages import ToolCall, message
+from soak import repetitions
 
 CALL = '<tool_call>{"name": "count", "arguments": {"box": "red"}}</tool_call>'
 BARE = '{"name": "count", "parameters": {"box": "red"}}'
@@ -190,7 +191,7 @@ PIECES = [
 ]
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=repetitions(100, 300), deadline=None)
 @given(
     st.sampled_from(sorted(TOOL_FORMATS)),
     st.lists(st.sampled_from([*PIECES, TRICKY, '{"name": "f", "arguments": {"a": "']), max_size=8),

@@ -16,6 +16,7 @@ from rillflow.gateway.trees.record import SessionRecord, samples, transcript
 from rillflow.gateway.trees.render import Renderer
 from rillflow.gateway.trees.tree import Node, TokenTree
 from rillflow.types import COLUMNS
+from soak import repetitions
 
 RENDERER = make_renderer()
 USER = message("user", "hello")
@@ -248,7 +249,7 @@ MOVES = st.lists(
 )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=repetitions(50, 150), deadline=None)
 @given(MOVES, st.sampled_from([RENDERER, make_renderer(FORGETFUL), make_renderer(COUNTING)]))
 def test_every_sampled_token_trains_exactly_once(moves: list[tuple[int, int, str]], renderer: Renderer) -> None:
     talk = Talk(renderer)

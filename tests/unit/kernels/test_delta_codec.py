@@ -78,7 +78,7 @@ def pairs(draw: st.DrawFn) -> tuple[torch.Tensor, torch.Tensor]:
 
 @pytest.mark.soak
 @given(pairs())
-@settings(max_examples=repetitions(100, 1000), deadline=None)
+@settings(max_examples=repetitions(40, 1000), deadline=None)
 def test_any_bits(pair: tuple[torch.Tensor, torch.Tensor]) -> None:
     exact(*pair)
 
@@ -89,7 +89,7 @@ def test_any_bits(pair: tuple[torch.Tensor, torch.Tensor]) -> None:
     st.sampled_from([0.0, 0.0005, 0.01, 0.1, 0.4, 0.6, 0.95, 1.0]),
     st.sampled_from([1, 40, 1 << 14, 1 << 31]),
 )
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=repetitions(15, 100), deadline=None)
 def test_any_density_and_distance(dtype: torch.dtype, seed: int, density: float, distance: int) -> None:
     rng = np.random.default_rng(seed)
     old = rng.integers(0, 2**32, 9000) if seed % 2 else rng.normal(0, 0.02, 9000).astype(np.float32).view(np.uint32)

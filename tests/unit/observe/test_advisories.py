@@ -22,6 +22,7 @@ from rillflow.observe.advisories.fact_reader import StepReader
 from rillflow.runtime.folder import RunFolder
 from rillflow.storage.trajectories import FILE, KINDS, Bounds, Trajectory, TrajectoryInfo, TrajectoryStore
 from rillflow.types import UserError
+from soak import repetitions
 
 FIXTURES = Path(__file__).parent / "advisory_facts"
 DOCS = Path(__file__).parents[3] / "docs" / "troubleshooting.md"
@@ -355,7 +356,7 @@ FACTS = st.builds(
 )  # fmt: skip
 
 
-@settings(max_examples=50)
+@settings(max_examples=repetitions(20, 100))
 @given(facts=FACTS)
 def test_no_facts_make_advice_raise(facts: Facts) -> None:
     found = advise(facts)

@@ -17,6 +17,7 @@ from rillflow.storage import SegmentWriter
 from rillflow.storage.frame_log import END, Damage, Frame, FrameLog, columns_of, read_frames
 from rillflow.storage.records import Unreadable, seal
 from rillflow.storage.segments import segment_numbers, segment_path
+from soak import repetitions
 
 
 def frames_of(folder: Path) -> list[Frame | Damage]:
@@ -97,7 +98,7 @@ def laid_out(frames: list[Frame]) -> tuple[bytes, list[int]]:
 
 
 @given(st.integers(1, 12), st.data(), st.sampled_from([0, 1, 300]))
-@settings(deadline=None, max_examples=200)
+@settings(deadline=None, max_examples=repetitions(60, 200))
 def test_cut_anywhere_only_the_torn_frame_is_missing(count: int, data: st.DataObject, zeros: int) -> None:
     frames = some_frames(count)
     whole, ends = laid_out(frames)
@@ -107,7 +108,7 @@ def test_cut_anywhere_only_the_torn_frame_is_missing(count: int, data: st.DataOb
 
 
 @given(st.integers(1, 12), st.data())
-@settings(deadline=None, max_examples=300)
+@settings(deadline=None, max_examples=repetitions(80, 300))
 def test_a_flipped_bit_never_goes_unnoticed(count: int, data: st.DataObject) -> None:
     frames = some_frames(count)
     whole, ends = laid_out(frames)

@@ -19,6 +19,7 @@ from rillflow.trainer.loop import StepReport, TrainerLoop
 from rillflow.trainer.stream import NoBatch
 from rillflow.types import BatchReply
 from rillflow.weights import FolderStore
+from soak import repetitions
 
 
 def test_order_of_a_whole_run(tmp_path: Path) -> None:
@@ -192,8 +193,9 @@ def test_a_lost_lease_ends_the_process_and_a_restart_recovers(tmp_path: Path) ->
     assert same(trained, start(tmp_path / "straight", Ledger(3)))
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize("delay", [0, 1])
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", range(repetitions(3, 12)))
 def test_crashes_anywhere_change_nothing_on_the_live_line(tmp_path: Path, seed: int, delay: int) -> None:
     rng = random.Random(seed)
 

@@ -23,6 +23,7 @@ from rillflow.trainer.packing import (
     shared_with_previous,
     sorted_rows,
 )
+from soak import repetitions
 
 ways = pytest.mark.parametrize("trees", [False, True])
 orders = pytest.mark.parametrize("in_order", [False, True])
@@ -43,7 +44,7 @@ def context(micro: MicroBatch, place: int) -> list[int]:
     return tokens
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=repetitions(40, 150), deadline=None)
 @given(st.lists(st.integers(1, 60), min_size=1, max_size=40), st.integers(1, 200), st.booleans(), st.integers(0, 60))
 def test_every_row_once_and_within_the_budget(lengths: list[int], budget: int, in_order: bool, shared: int) -> None:
     length_R = np.array(lengths, dtype=np.int64)
@@ -159,7 +160,7 @@ def packed(forest: Forest, rows: list[list[int]]) -> list[int]:
     return [token for row, fork in zip(rows, forest.fork_R, strict=True) for token in row[fork:]]
 
 
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=repetitions(40, 120), deadline=None)
 @given(few_tokens, st.booleans(), st.integers(1, 4))
 def test_every_token_of_every_row_is_found(rows: list[list[int]], in_order: bool, worthwhile: int) -> None:
     tokens_N, start_R, length_R = flat(rows)
@@ -174,7 +175,7 @@ def test_every_token_of_every_row_is_found(rows: list[list[int]], in_order: bool
         assert [tokens_P[place] for place in at] == row
 
 
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=repetitions(40, 120), deadline=None)
 @given(few_tokens)
 def test_sorted_rows_make_the_smallest_forest(rows: list[list[int]]) -> None:
     tokens_N, start_R, length_R = flat(rows)
@@ -184,7 +185,7 @@ def test_sorted_rows_make_the_smallest_forest(rows: list[list[int]]) -> None:
     assert forest.tokens == len({tuple(row[: n + 1]) for row in rows for n in range(len(row))})
 
 
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=repetitions(40, 120), deadline=None)
 @given(few_tokens, st.booleans(), st.integers(1, 4))
 def test_segments_tile_the_pack_depth_first(rows: list[list[int]], in_order: bool, worthwhile: int) -> None:
     tokens_N, start_R, length_R = flat(rows)

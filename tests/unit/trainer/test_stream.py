@@ -21,6 +21,7 @@ from rillflow.trainer.batches import Rows, make_rows
 from rillflow.trainer.parallel.peers import Alone, Stopped
 from rillflow.trainer.stream import NoBatch, Parts
 from rillflow.types import Batch, BatchReply, BatchSample, Row
+from soak import repetitions
 
 VAGUE = {"tokens_per_second", "parts", "mfu"}
 
@@ -36,7 +37,7 @@ def trained(algorithm: str, parts: list[Rows], *, overlong: bool) -> tuple[Gradi
     return {name: torch.zeros_like(p) if p.grad is None else p.grad for name, p in model.named_parameters()}, metrics
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=repetitions(8, 50), deadline=None)
 @given(
     algorithm=st.sampled_from(["grpo", "dapo"]),
     seed=st.integers(0, 1000),

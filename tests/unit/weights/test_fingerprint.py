@@ -12,6 +12,7 @@ from rillflow.contracts import Change
 from rillflow.errors import WeightsError
 from rillflow.kernels.delta import reference
 from rillflow.weights.fingerprint import fingerprint, gained, moved, plain
+from soak import repetitions
 
 DTYPES = [torch.uint8, torch.bfloat16, torch.float16, torch.float32, torch.float64, torch.int64]
 MASK = 2**64 - 1
@@ -35,7 +36,7 @@ def random(count: int, dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
 
 
 @given(st.sampled_from(DTYPES), st.integers(0, 40), st.integers(0, 2**40))
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=repetitions(30, 100), deadline=None)
 def test_it_is_the_definition(dtype: torch.dtype, count: int, first_word: int) -> None:
     tensor = random(count, dtype, count)
     assert fingerprint(tensor, first_word) == plain(tensor, first_word) == slow(tensor, first_word)
@@ -75,7 +76,7 @@ def changed(count: int, dtype: torch.dtype, seed: int) -> tuple[torch.Tensor, Ch
 
 
 @given(st.sampled_from(DTYPES), st.integers(0, 60), st.integers(0, 1000))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=repetitions(20, 60), deadline=None)
 def test_moved_is_as_computed_anew(dtype: torch.dtype, count: int, seed: int) -> None:
     base, change, new = changed(count, dtype, seed)
     before = fingerprint(base, seed)

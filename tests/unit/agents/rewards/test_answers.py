@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from rillflow.agents.rewards.base import golds, inside, last_number, text_of
 from rillflow.errors import RewardError
+from soak import repetitions
 
 
 @pytest.mark.parametrize(
@@ -38,7 +39,7 @@ def test_what_a_tag_holds() -> None:
     assert inside("<answer>4", "answer") is None
 
 
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=repetitions(100, 500), deadline=None)
 @given(st.lists(st.sampled_from(["<a>", "</a>", "<a", ">", "/", " ", "\n", "x", "<b>", "</b>"]), max_size=12))
 def test_what_a_tag_holds_is_what_the_pattern_found(parts: list[str]) -> None:
     text = "".join(parts)

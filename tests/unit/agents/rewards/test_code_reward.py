@@ -19,6 +19,7 @@ from rillflow.agents.sandbox.grade import _task
 from rillflow.agents.sandbox.inside.values import pack
 from rillflow.agents.sandbox.tests import Case
 from rillflow.errors import RewardError
+from soak import repetitions
 
 LIST = {"test_list": ["assert double(3) == 6", "assert double(N) == 8"], "test_setup_code": "N = 4"}
 CHECK = {
@@ -133,7 +134,7 @@ def test_literals_that_cannot_be_sent_are_no_cases() -> None:
 _OLD = re.compile(r"```[ \t]*(\w*)[^\n]*\n(.*?)(?:```|\Z)", re.DOTALL)
 
 
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=repetitions(100, 500), deadline=None)
 @given(st.lists(st.sampled_from(["`", "```", "\n", " ", "\t", "python", "py", "C", "x = 1", "é"]), max_size=12))
 def test_the_program_of_an_answer_is_what_the_pattern_found(parts: list[str]) -> None:
     text = "".join(parts)

@@ -15,6 +15,7 @@ from rillflow.agents.tools.toolbox import MAX_ARGUMENTS, MAX_OUTPUT, OpenToolbox
 from rillflow.config import ToolConfig
 from rillflow.config.tracebacks import UserErrors
 from rillflow.errors import ConfigError, EnvironmentLost, SandboxError, ToolError
+from soak import repetitions
 
 
 async def echo(text: str, times: int = 1) -> str:
@@ -43,7 +44,7 @@ async def test_what_a_model_may_write(name: str, arguments: str, said: str) -> N
     assert (await BOX.call(name, arguments)).startswith(said)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=repetitions(60, 200), deadline=None)
 @given(name=st.text(max_size=20) | st.just("echo"), arguments=st.text(max_size=200))
 def test_no_text_makes_a_call_raise(name: str, arguments: str) -> None:
     said = asyncio.run(BOX.call(name, arguments))
@@ -51,7 +52,7 @@ def test_no_text_makes_a_call_raise(name: str, arguments: str) -> None:
     said.encode()
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=repetitions(60, 200), deadline=None)
 @given(st.dictionaries(st.sampled_from(["text", "times", "x"]), st.text() | st.integers() | st.none() | st.floats()))
 def test_no_arguments_make_a_call_raise(arguments: dict[str, Any]) -> None:
     if isinstance(times := arguments.get("times"), int):

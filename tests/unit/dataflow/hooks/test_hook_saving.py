@@ -13,6 +13,7 @@ from rillflow.dataflow.hooks import Hooks
 from rillflow.dataflow.hooks.base import KeyedState
 from rillflow.dataflow.hooks.curators import Greso, Solved
 from rillflow.errors import RunError
+from soak import repetitions
 
 
 class Table(dict):
@@ -218,7 +219,7 @@ def play(hooks: Hooks, events, table: Table) -> list[list[bool]]:
     return said
 
 
-@settings(max_examples=200)
+@settings(max_examples=repetitions(50, 200))
 @given(st.lists(EVENTS, max_size=40), st.lists(EVENTS, max_size=40))
 def test_a_restored_run_decides_as_the_uninterrupted_one(before, after):
     config = DataflowConfig.model_validate(DATAFLOW)
@@ -231,7 +232,7 @@ def test_a_restored_run_decides_as_the_uninterrupted_one(before, after):
         assert one.state() == other.state()
 
 
-@settings(max_examples=100)
+@settings(max_examples=repetitions(30, 100))
 @given(st.lists(EVENTS, max_size=30), st.lists(EVENTS, max_size=30), st.lists(EVENTS, max_size=30))
 def test_a_transaction_taken_back_leaves_no_trace(before, lost, after):
     config = DataflowConfig.model_validate(DATAFLOW)

@@ -30,6 +30,7 @@ from transformers import (
 from rillflow.trainer.attention import decoder, hidden_states
 from rillflow.trainer.batches import Databuffer, Rows
 from rillflow.trainer.packing import micro_batches
+from soak import repetitions
 
 SHAPES = [("padded", False), ("sdpa", False), ("sdpa", True)]
 
@@ -55,7 +56,8 @@ def assert_equal_gradients(model: PreTrainedModel, expected: dict[str, torch.Ten
         assert float((found[name] - gradient).abs().max()) <= tolerance * max(scale, 1.0), name
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.soak
+@pytest.mark.parametrize("seed", repetitions([0, 2], range(8)))
 @pytest.mark.parametrize(("backend", "trees"), SHAPES)
 def test_gradients_are_those_of_each_row_alone(backend: str, trees: bool, seed: int) -> None:
     model = grouped_model(seed)
@@ -138,7 +140,7 @@ def test_half_precision_by_autocast_stays_near() -> None:
 def test_flex_sees_what_the_others_see(trees: bool) -> None:
     """Its kernels need a GPU; on the CPU torch computes only its forward pass."""
     model = grouped_model().requires_grad_(False)
-    for make in micro_batches(Databuffer(branching(8)), [], 300, device=CPU, trees=trees):
+    for make in micro_batches(Databuffer(branching(8, rows=6, longest=50)), [], 120, device=CPU, trees=trees):
         layout = make().layout
         torch.testing.assert_close(
             hidden_states(model, layout, "flex"), hidden_states(model, layout, "sdpa"), rtol=1e-10, atol=1e-10

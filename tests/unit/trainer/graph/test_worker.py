@@ -67,7 +67,7 @@ def fails_at(count: int) -> Callable[[], None]:
 
 @pytest.mark.parametrize("settings", [{}, PPO], ids=["grpo", "ppo"])
 def test_an_abandoned_step_changes_nothing(settings: dict[str, Any]) -> None:
-    worker, other = learner(micro_tokens=16, **settings), learner(micro_tokens=16, **settings)
+    worker, other = learner(micro_tokens=20, **settings), learner(micro_tokens=20, **settings)
     worker.step([random_rows(0)])
     other.step([random_rows(0)])
     before = state(worker)
@@ -274,11 +274,11 @@ def test_two_ranks_do_what_one_does(settings: dict[str, Any]) -> None:
     """Their shares cut through groups, whose rewards a node has changed."""
     options = {**settings, "nodes": [f"{__file__}:doubled"], "batch_groups": 3}
     alone = learner(**options)
-    expected = [alone.step([random_rows(seed)]) for seed in range(3)]
+    expected = [alone.step([random_rows(seed)]) for seed in range(2)]
 
     def work(peers: Peers) -> tuple[list[dict[str, float]], dict[str, torch.Tensor]]:
         worker = learner(peers=peers, **options)
-        metrics = [worker.step([in_parts(seed, (6, 6))[peers.rank]]) for seed in range(3)]
+        metrics = [worker.step([in_parts(seed, (6, 6))[peers.rank]]) for seed in range(2)]
         return metrics, worker.masters()
 
     for metrics, masters in as_peers(2, work, seconds=60):
@@ -314,8 +314,10 @@ def scored(weights: dict[str, torch.Tensor]) -> list[list[float]]:
 
 
 @pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")  # a CPU without bf16 falls back, slowly
-@pytest.mark.parametrize(("dtype", "published"), [("fp32", "fp32"), ("fp32", "bf16"), ("bf16", "bf16")])
-@pytest.mark.parametrize("adapted", [False, True])
+@pytest.mark.parametrize(
+    ("dtype", "published", "adapted"),
+    [("fp32", "fp32", False), ("fp32", "bf16", True), ("bf16", "bf16", False), ("bf16", "bf16", True)],
+)
 def test_a_probe_is_what_the_published_weights_say(dtype: str, published: str, adapted: bool) -> None:
     model, options = small_model(), {}
     if adapted:
@@ -329,8 +331,7 @@ def test_a_probe_is_what_the_published_weights_say(dtype: str, published: str, a
     before = scored(worker.weights(wanted))
     check(0, first, before)
     assert first.tolerance == (FP32 if dtype == published == "fp32" else BF16)
-    for step in range(3):
-        worker.step([random_rows(step)])
+    worker.step([random_rows(0)])
     second = probe()
     assert second is not None
     check(1, second, scored(worker.weights(wanted)))

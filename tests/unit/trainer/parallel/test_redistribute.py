@@ -16,6 +16,7 @@ from rillflow.trainer.batches import Databuffer, Rows, from_columns, joined, no_
 from rillflow.trainer.parallel.distributed import Distributed
 from rillflow.trainer.parallel.peers import Alone
 from rillflow.trainer.parallel.redistribute import Redistribution, holders
+from soak import repetitions
 
 MADE = {
     "advantage_N": np.float32, "value_N": np.float64, "seen_N": np.bool_, "agent_R": np.dtype("<U12"),
@@ -73,7 +74,7 @@ def test_every_element_arrives_in_order_and_back_again(now: int, to: int) -> Non
         assert max(tokens) - min(tokens) <= 2 * 17  # a row goes where its middle lies
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=repetitions(6, 30), deadline=None)
 @given(
     held=st.lists(st.lists(st.integers(1, 40), max_size=6), min_size=1, max_size=4),
     to=st.integers(1, 4),

@@ -24,6 +24,7 @@ from rillflow.trainer.parallel.peers import Alone
 from rillflow.trainer.supervised.fit import Journal, Progress, StaticBatches, balanced
 from rillflow.trainer.supervised.main import run_fit
 from rillflow.trainer.supervised.reward_model import RewardModel
+from soak import repetitions
 
 
 class Cut(Exception):
@@ -164,7 +165,7 @@ class Rank(Alone):
 sets = st.tuples(st.integers(1, 60), st.integers(1, 17), st.integers(0, 2**40))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=repetitions(20, 60), deadline=None)
 @given(of=sets, ranks=st.integers(1, 9), seed=st.integers(0, 9))
 def test_parts_of_all_ranks_are_the_batch_whatever_their_number(
     of: tuple[int, int, int], ranks: int, seed: int
@@ -181,7 +182,7 @@ def test_parts_of_all_ranks_are_the_batch_whatever_their_number(
         assert 1 <= len(alone.batch(step)) <= size
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=repetitions(20, 60), deadline=None)
 @given(of=sets)
 def test_every_row_comes_once_an_epoch(of: tuple[int, int, int]) -> None:
     loader = StaticBatches(*of)
