@@ -19,7 +19,7 @@ from typing import Any
 from rillflow.engine.embedded import EmbeddedEngine
 from rillflow.gateway import Policy, Renderer, Sessions, calls
 from rillflow.gateway.sessions import events
-from rillflow.gateway.sessions.log_protocol import Asked
+from rillflow.gateway.sessions.events import Asked
 from rillflow.gateway.sessions.session import Session
 from rillflow.gateway.sessions.session_log import FileSessionLog
 from rillflow.gateway.trees.matching import Place

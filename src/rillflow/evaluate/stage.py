@@ -23,7 +23,7 @@ from rillflow.engine.host import EngineHost
 from rillflow.gateway.control import Control
 from rillflow.gateway.feed import Feed
 from rillflow.gateway.sampling.node_engines import NodeEngines
-from rillflow.gateway.sessions.log_protocol import SessionLog
+from rillflow.gateway.sessions.events import SessionLog
 from rillflow.gateway.trees.record import SessionRecord
 from rillflow.rollout.cast import build_gateway, open_cast
 from rillflow.rollout.episode import EpisodeFailed

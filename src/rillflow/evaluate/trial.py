@@ -14,7 +14,7 @@ from typing import Any
 
 from rillflow.config import Recipe, ResourcesConfig, RuntimeConfig
 from rillflow.evaluate.stage import Ended, open_engines, open_stage
-from rillflow.gateway.sessions.log_protocol import Asked, NoSessionLog
+from rillflow.gateway.sessions.events import Asked, NoSessionLog
 from rillflow.gateway.sessions.session import Session
 from rillflow.gateway.trees.messages import Body
 from rillflow.gateway.trees.record import Sample, cause, forks

@@ -17,12 +17,11 @@ from rillflow.errors import ContextOverflow
 from rillflow.gateway.answers import Answer, Choice
 from rillflow.gateway.grammars import Calls, composed
 from rillflow.gateway.long_texts import SHORT, TextThreads
-from rillflow.gateway.reading.formats import AUTO, reasoning_format, tool_format, written_calls
 from rillflow.gateway.reading.incremental import Detokeniser, StopStrings
-from rillflow.gateway.reading.reader import Reader
+from rillflow.gateway.reading.reader import AUTO, Reader, reasoning_format, tool_format, written_calls
 from rillflow.gateway.reading.reasoning import Thought
 from rillflow.gateway.reading.tools import offered
-from rillflow.gateway.sessions.log_protocol import Asked
+from rillflow.gateway.sessions.events import Asked
 from rillflow.gateway.sessions.session import Session
 from rillflow.gateway.trees.matching import Place, RawPlace, following
 from rillflow.gateway.trees.messages import AnswerReading, Message, ToolCall, message

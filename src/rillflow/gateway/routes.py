@@ -50,8 +50,8 @@ class TakeTask(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     wait: float = 0.0
 
 
-class Interrupt(msgspec.Struct, forbid_unknown_fields=True):
-    """Hold engines (default: all) for `seconds` (default: until they are resumed or this gateway ends)."""
+class HoldEngines(msgspec.Struct, forbid_unknown_fields=True):
+    """Hold engines (default: all) for `seconds` (default: until they are released or this gateway ends)."""
 
     reason: Reason
     engines: Names | None = None
@@ -59,7 +59,9 @@ class Interrupt(msgspec.Struct, forbid_unknown_fields=True):
     seconds: Annotated[float, msgspec.Meta(gt=0)] | None = None
 
 
-class Resume(msgspec.Struct, forbid_unknown_fields=True):
+class ReleaseEngines(msgspec.Struct, forbid_unknown_fields=True):
+    """Drop the hold of a reason (default: at all engines)."""
+
     reason: Reason
     engines: Names | None = None
 
@@ -133,13 +135,13 @@ class ControlRoutes:
 class EngineControlRoutes:
     """The rollout manager, for operators and the resource manager."""
 
-    interrupt = raw(
-        "POST", "/engines/interrupt", "operator", summary="Hold engines, or move their calls", body=Interrupt,
+    hold = raw(
+        "POST", "/engines/hold", "operator", summary="Hold engines, or move their calls", body=HoldEngines,
         again=_HOLD, answers={JSON: ()}, errors=_OPENAI,
     )  # fmt: skip
-    resume = raw(
-        "POST", "/engines/resume", "operator", summary="Release engines from a hold", body=Resume, again=_HOLD,
-        answers={JSON: ()}, errors=_OPENAI,
+    release = raw(
+        "POST", "/engines/release", "operator", summary="Release engines from a hold", body=ReleaseEngines,
+        again=_HOLD, answers={JSON: ()}, errors=_OPENAI,
     )  # fmt: skip
     engines = raw(
         "GET", "/engines", "reader", summary="Every engine, and every hold", answers={JSON: ()},

@@ -37,7 +37,7 @@ from rillflow.gateway.dialects.openai import overruled
 from rillflow.gateway.failures import CallRefused
 from rillflow.gateway.long_texts import SHORT, SHORT_BODY, TextThreads, refuse_too_long
 from rillflow.gateway.routes import ASKING, AgentRoutes, in_session
-from rillflow.gateway.sessions.log_protocol import SessionLog
+from rillflow.gateway.sessions.events import SessionLog
 from rillflow.gateway.sessions.session import Session, Sessions
 from rillflow.gateway.shapes import CountAnswer, ResponsesCount
 from rillflow.gateway.trees.matching import Place, answer_of, following

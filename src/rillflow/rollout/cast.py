@@ -20,7 +20,7 @@ from rillflow.gateway.calls import Policy
 from rillflow.gateway.feed import Feed
 from rillflow.gateway.sampling.node_engines import NodeEngines
 from rillflow.gateway.server import Gateway
-from rillflow.gateway.sessions.log_protocol import SessionLog
+from rillflow.gateway.sessions.events import SessionLog
 from rillflow.gateway.trees.render import load_renderer
 from rillflow.rollout.direct_client import DirectClient
 from rillflow.rollout.episode import Reward

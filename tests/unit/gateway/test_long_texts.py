@@ -19,7 +19,7 @@ from rillflow.gateway import Renderer
 from rillflow.gateway.dialects import chat, completions, messages, responses
 from rillflow.gateway.trees import tokens
 from rillflow.gateway.trees.messages import message
-from rillflow.gateway.trees.tokenizer_process import encode_apart
+from rillflow.gateway.trees.tokens import encode_apart
 
 LONG = "hello " * 4000  # long enough for a thread
 MARK = "the long text"

@@ -170,7 +170,7 @@ async def test_reasons_add_up(made: list[World]) -> None:
     assert world.paused == ["", ""]
 
 
-async def test_an_interruption_ends_with_its_time(made: list[World]) -> None:
+async def test_a_hold_ends_with_its_time(made: list[World]) -> None:
     world = make(made)
     await world.manager.hold("short", seconds=5)
     await world.pass_time(4)
@@ -226,14 +226,14 @@ async def test_routes(made: list[World]) -> None:
             async with session.post(path, json=body) as response:
                 return response.status, await response.json(content_type=None) if response.status == 200 else None
 
-        status, state = await ask("/engines/interrupt", {"reason": "maintenance", "engines": ["e1"], "move": True})
+        status, state = await ask("/engines/hold", {"reason": "maintenance", "engines": ["e1"], "move": True})
         assert status == 200
         assert state["engines"]["e1"]["paused"] == "node-0: maintenance"
         for bad in ({}, {"reason": ""}, {"reason": "x", "engines": ["e9"]}, {"reason": "x", "seconds": 0}, {"a": 1}):
-            assert (await ask("/engines/interrupt", bad))[0] == 400
+            assert (await ask("/engines/hold", bad))[0] == 400
         async with session.get("/engines") as response:
             assert (await response.json())["held"][0]["reason"] == "maintenance"
-        status, state = await ask("/engines/resume", {"reason": "maintenance"})
+        status, state = await ask("/engines/release", {"reason": "maintenance"})
         assert (status, state["held"]) == (200, [])
     await service.stop()
 

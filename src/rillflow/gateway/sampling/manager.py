@@ -6,7 +6,7 @@
                                         cuts between two tokens
     the node's worker trains            its own engine, calls move       the worker rolls out again
                                         or wait
-    an operator (`/engines/interrupt`)  as requested                     `/engines/resume`, or the requested seconds
+    an operator (`/engines/hold`)       as requested                     `/engines/release`, or the requested seconds
 
 Invariant: an engine samples while no hold has a reason against it. This is the only mechanism that stops an engine.
 The reasons are kept at the engine, because several nodes may share it. A reason at an engine process is a lease: the
@@ -28,7 +28,7 @@ from rillflow.config.agents import PauseConfig
 from rillflow.contracts import Clock, SystemClock
 from rillflow.engine.remote import RemoteEngine
 from rillflow.errors import BadRequest, RillflowError
-from rillflow.gateway.routes import EngineControlRoutes, Interrupt, Resume
+from rillflow.gateway.routes import EngineControlRoutes, HoldEngines, ReleaseEngines
 from rillflow.gateway.sampling.pool import Fleet
 from rillflow.types.decoding import json_decoder
 from rillflow.types.route import JSON
@@ -239,18 +239,18 @@ class RolloutManager:
 def add_engine_routes(service: Service, manager: RolloutManager) -> None:
     """Add the routes that hold engines, release them and show them."""
 
-    async def interrupt(ask: Interrupt) -> None:
+    async def hold(ask: HoldEngines) -> None:
         seconds = math.inf if ask.seconds is None else ask.seconds
         await manager.hold(ask.reason, ask.engines, move=ask.move, seconds=seconds)
 
-    async def resume(ask: Resume) -> None:
+    async def release(ask: ReleaseEngines) -> None:
         await manager.release(ask.reason, ask.engines)
 
     async def show(request: Request) -> Response:
         return _state(manager)
 
-    service.raw(EngineControlRoutes.interrupt, _taking(Interrupt, interrupt, manager))
-    service.raw(EngineControlRoutes.resume, _taking(Resume, resume, manager))
+    service.raw(EngineControlRoutes.hold, _taking(HoldEngines, hold, manager))
+    service.raw(EngineControlRoutes.release, _taking(ReleaseEngines, release, manager))
     service.raw(EngineControlRoutes.engines, show)
 
 

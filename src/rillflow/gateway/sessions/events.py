@@ -1,8 +1,8 @@
-"""The events of a session as bytes. Each event holds only what it adds to those before it.
+"""The log of a session as a protocol, and its events as bytes. With a log, a session survives the gateway's process.
 
-Ids take two bytes each if all ids of a node fit, else four. Log-probs are float32, like the columns for training; raw
-ones are left out if they are equal. Versions are runs. Integers beyond msgpack's 64 bits, which the arguments of a call
-may have, are written as bytes.
+Each event holds only what it adds to those before it. Ids take two bytes each if all ids of a node fit, else four.
+Log-probs are float32, like the columns for training; raw ones are left out if they are equal. Versions are runs.
+Integers beyond msgpack's 64 bits, which the arguments of a call may have, are written as bytes.
 """
 
 from __future__ import annotations
@@ -10,16 +10,92 @@ from __future__ import annotations
 from collections.abc import Sequence
 from enum import IntEnum
 from itertools import groupby
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import msgspec
 import numpy as np
 
-from rillflow.gateway.sessions.log_protocol import Asked
 from rillflow.gateway.sessions.rewards import Gift
 from rillflow.gateway.trees.messages import Body, Message, ToolCall, dump_object, message
 from rillflow.gateway.trees.tree import Canonical, Fork, Node, Seam, TokenTree
 from rillflow.types import Chunk, FinishReason
+
+if TYPE_CHECKING:
+    from rillflow.gateway.sessions.session import Session
+
+
+class Asked(NamedTuple):
+    """What the answers to one call share.
+
+    `draw` is its number among the calls with the same prompt, `choices` the number of its answers. `live`: the agent
+    may see tokens before an answer has ended.
+    """
+
+    call: str
+    policy: str
+    draw: int
+    choices: int = 1
+    live: bool = False
+
+
+class SessionLog(Protocol):
+    """Where sessions are kept. Events are on disk once `synced` returns; `ended` waits for that itself."""
+
+    def restore(self) -> list[Session]:
+        """Return the sessions that were not closed, with keys that lack their signatures. It is called once, first."""
+
+    def opened(self, session: Session) -> None: ...
+
+    def noted(self, session: Session) -> None:
+        """Record that the session's detail has changed, or that it takes no more calls."""
+
+    def begun(self, session: Session, asked: Asked, nodes: Sequence[Node]) -> None:
+        """Record that sampling of `nodes`, one for each answer, begins."""
+
+    async def shown(self, session: Session, asked: Asked) -> None:
+        """Return once the beginning of a live call, whose tokens are about to be seen, is on disk."""
+
+    async def ended(self, session: Session, asked: Asked, node: Node) -> None:
+        """Return once the answer, and everything before it, is on disk. Raises if it cannot be written."""
+
+    def abandoned(self, session: Session, asked: Asked, nodes: Sequence[Node]) -> None:
+        """Record that a call has failed. Its answers are never shown, except those that a later call extends."""
+
+    def rewarded(self, session: Session) -> None: ...
+
+    def closed(self, session: Session) -> None:
+        """Forget a session: its record is safe elsewhere, or not needed."""
+
+    async def synced(self) -> None: ...
+
+    async def close(self) -> None: ...
+
+
+class NoSessionLog:
+    """A log that keeps nothing."""
+
+    def restore(self) -> list[Session]:
+        return []
+
+    def opened(self, session: Session) -> None: ...
+
+    def noted(self, session: Session) -> None: ...
+
+    def begun(self, session: Session, asked: Asked, nodes: Sequence[Node]) -> None: ...
+
+    async def shown(self, session: Session, asked: Asked) -> None: ...
+
+    async def ended(self, session: Session, asked: Asked, node: Node) -> None: ...
+
+    def abandoned(self, session: Session, asked: Asked, nodes: Sequence[Node]) -> None: ...
+
+    def rewarded(self, session: Session) -> None: ...
+
+    def closed(self, session: Session) -> None: ...
+
+    async def synced(self) -> None: ...
+
+    async def close(self) -> None: ...
 
 
 class Kind(IntEnum):

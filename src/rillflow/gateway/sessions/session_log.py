@@ -24,16 +24,17 @@ from rillflow.gateway.sessions import events
 from rillflow.gateway.sessions.events import (
     Abandoned,
     Answered,
+    Asked,
     Begun,
     Kind,
     Noted,
     Opened,
     Piece,
     Root,
+    SessionLog,
     decode,
     make,
 )
-from rillflow.gateway.sessions.log_protocol import Asked, SessionLog
 from rillflow.gateway.sessions.rewards import Gift
 from rillflow.gateway.sessions.session import Session, prompt_digest
 from rillflow.gateway.trees.tree import Node
