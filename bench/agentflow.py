@@ -42,7 +42,7 @@ from typing import Any
 from bench.agentflow_judge import MODEL, serving
 from bench.arms import Mean, NotMade, Runs, asked, at_once, episodes, held_out, table
 from bench.common import Report, parser
-from rillflow.agents.agentflow.collect import collect
+from rillflow.agents.agentflow.labels import collect
 from rillflow.runtime.folder import RunFolder
 
 PRM = "options.process_reward"

@@ -10,7 +10,7 @@ import pytest
 from agent_play import SCRIPTS, python_of
 
 from rillflow.agents.environments.household import Household, prompts
-from rillflow.agents.environments.openenv_server import OpenEnvServer
+from rillflow.agents.environments.openenv import OpenEnvServer
 
 pytestmark = pytest.mark.agents
 

@@ -28,7 +28,7 @@ from typing import Any
 
 import msgspec
 
-from rillflow.agents.sandbox.inside.frames import receive, send
+from rillflow.agents.sandbox.inside.values import receive, send
 from rillflow.agents.worker import LARGEST
 from rillflow.engine.reaper import kill_group
 from rillflow.errors import KINDS

@@ -18,7 +18,7 @@ from typing import Any
 
 import msgspec
 
-from rillflow.agents.sandbox.inside.frames import receive, send
+from rillflow.agents.sandbox.inside.values import receive, send
 from rillflow.errors import RillflowError
 
 LARGEST = 16 << 20  # bytes of a question or an answer

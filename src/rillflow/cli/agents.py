@@ -72,7 +72,7 @@ async def _main(configs: list[ToolConfig], serve: str | None, port: int, *, as_j
         if serve is None:
             _show(toolbox, as_json=as_json)
             return
-        from rillflow.agents.tools.mcp_server import build_server, serve_http, serve_stdio
+        from rillflow.agents.tools.mcp_tools import build_server, serve_http, serve_stdio
 
         server = build_server(toolbox)
         if serve == "stdio":
@@ -201,7 +201,7 @@ def _options(given: list[str] | None) -> dict[str, Any]:
 async def _serve(name: str, host: str, port: int, options: dict[str, Any]) -> None:
     import asyncio
 
-    from rillflow.agents.environments.openenv_server import OpenEnvServer
+    from rillflow.agents.environments.openenv import OpenEnvServer
     from rillflow.agents.environments.registry import environment_factory
 
     server = OpenEnvServer(name, environment_factory(name, options), secrets.token_urlsafe(24))
@@ -284,7 +284,7 @@ def sandbox(
     ] = "bubblewrap",
 ) -> None:
     """Check the sandbox on this machine: start it, attack it, and say what holds."""
-    from rillflow.agents.sandbox.selfcheck import check
+    from rillflow.agents.sandbox.sandbox import check
 
     console = Console()
     with clear_errors():

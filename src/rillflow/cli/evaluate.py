@@ -14,8 +14,7 @@ from rillflow.cli.app import RunArgument, app, clear_errors
 from rillflow.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
-    from rillflow.agents.agentflow.collect import Played
-    from rillflow.agents.agentflow.labels import Labels
+    from rillflow.agents.agentflow.labels import Labels, Played
     from rillflow.agents.agentflow.options import Endpoint
     from rillflow.config import Recipe
 
@@ -134,8 +133,7 @@ def label(
     results: Annotated[bool, typer.Option(help="Show the model the results of earlier decisions")] = True,
 ) -> None:
     """Label the decisions of a run's planner for a process reward model."""
-    from rillflow.agents.agentflow.collect import collect
-    from rillflow.agents.agentflow.labels import balanced, rows_of, split
+    from rillflow.agents.agentflow.labels import balanced, collect, rows_of, split
     from rillflow.runtime.folder import RunFolder
 
     with clear_errors():
@@ -192,8 +190,7 @@ def _labels(episodes: Sequence[Played], by: By, judge: Endpoint | None) -> tuple
     """Return the labels, and how many decisions that a judge was asked about have none."""
     import asyncio
 
-    from rillflow.agents.agentflow.judge import by_judge
-    from rillflow.agents.agentflow.labels import both, by_continuations, by_returns
+    from rillflow.agents.agentflow.labels import both, by_continuations, by_judge, by_returns
 
     if judge is None:
         return (by_returns if by == "returns" else by_continuations)(episodes), 0

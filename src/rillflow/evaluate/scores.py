@@ -21,8 +21,8 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
+from rillflow.agents.rewards.answer_text import normalised
 from rillflow.agents.rewards.base import inside, text_of
-from rillflow.agents.rewards.qa import normalised
 from rillflow.evaluate.records import Record
 
 Kind = Literal["math", "code", "text"]

@@ -10,9 +10,9 @@ import random
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from rillflow.agents.agentflow.actions import ANSWER, THINK, Decision
-from rillflow.agents.agentflow.prompts import asked
-from rillflow.agents.memory.task import TaskMemory
+from rillflow.agents.agentflow.options import asked
+from rillflow.agents.agentflow.planner import ANSWER, THINK, Decision
+from rillflow.agents.memory import TaskMemory
 from rillflow.examples import tally
 from rillflow.examples.stockroom import BOXES, ITEMS
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from rillflow.agents.rewards.qa import normalised
+from rillflow.agents.rewards.answer_text import normalised
 from rillflow.agents.tools.corpus import Corpus
 from rillflow.dataflow.sources.benchmarks import data_folder
 from rillflow.examples.two_wiki import CORPUS, QUESTIONS, prompts

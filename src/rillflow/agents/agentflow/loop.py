@@ -1,30 +1,67 @@
-"""The loop: planner, executor, verifier, memory, until somebody answers or the steps are used up.
+"""The loop: planner, executor, verifier, memory, until the planner answers or the steps are used up.
 
-Invariants: it ends with an answer of the planner, with a fallback where the recipe wants one (the last result of a
-tool), or with None; it never raises for what a model wrote. With `process_reward` every answer of the planner gets a
-reward of its own (`step_rewards`); without it each carries the episode's outcome (Flow-GRPO). Nothing is remembered of
-an evaluation, and nothing is rated in one.
+The executor dispatches a decision to a tool; it calls no model and keeps no state. A mistake of the model is returned
+as a result that begins with `error: `; only a tool that cannot be reached raises, as in the toolbox.
+
+Invariants: an episode ends with an answer of the planner, with a fallback if the recipe wants one (the last result of a
+tool), or with None; it never raises for what a model wrote. With `process_reward` every answer of the planner gets its
+own reward (`step_rewards`); without it each carries the episode's outcome (Flow-GRPO). An evaluation remembers nothing
+and rates nothing.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from rillflow.agents.agentflow.actions import ANSWER, THINK, Decision
-from rillflow.agents.agentflow.executor import Executor, tools_of
 from rillflow.agents.agentflow.options import FlowOptions, read_options
-from rillflow.agents.agentflow.planner import CONTINUATION, ROLE, Planner
+from rillflow.agents.agentflow.planner import ANSWER, CONTINUATION, ROLE, THINK, Decision, Planner
 from rillflow.agents.agentflow.verifier import verifier_of
-from rillflow.agents.memory.episodes import EpisodeMemory, store_of
-from rillflow.agents.memory.task import Memory, TaskMemory
+from rillflow.agents.memory import EpisodeMemory, Memory, TaskMemory, store_of
+from rillflow.contracts import Episode
 from rillflow.errors import ConfigError
 from rillflow.weights.model_folder import require_ranking
 
 if TYPE_CHECKING:
     from rillflow.config import Recipe
-    from rillflow.contracts import Episode
+
+
+class Executor:
+    """`tools` names the tool of each action; an action without one is echoed (think, answer)."""
+
+    def __init__(self, episode: Episode, tools: Mapping[str, str]) -> None:
+        self._episode = episode
+        self._tools = tools
+        self._only = {schema["function"]["name"]: _only_argument(schema) for schema in episode.tools.schemas}
+
+    async def execute(self, decision: Decision) -> str:
+        tool = self._tools.get(decision.action)
+        if tool is None:
+            return decision.action_input
+        argument = self._only.get(tool)
+        arguments = decision.action_input if argument is None else {argument: decision.action_input}
+        return await self._episode.tools.call(tool, arguments, self._episode)
+
+
+def tools_of(episode: Episode, actions: Mapping[str, str] | None) -> dict[str, str]:
+    """The tool of each action: as the recipe says, or every tool by its own name. ConfigError where there is none."""
+    names = list(episode.tools.names())
+    chosen = dict(actions) if actions is not None else {name: name for name in names}
+    for action, tool in chosen.items():
+        if action in (THINK, ANSWER):
+            raise ConfigError(f"options.actions: {action} needs no tool", "leave it out: it is always there")
+        if tool not in names:
+            raise ConfigError(f"options.actions: there is no tool {tool}", f"`tools` has: {', '.join(names) or 'none'}")
+    return chosen
+
+
+def _only_argument(schema: Mapping[str, Any]) -> str | None:
+    """The argument that the action's input is, as it stands; None: the input is the arguments as JSON."""
+    parameters = schema["function"].get("parameters") or {}
+    known, required = parameters.get("properties") or {}, list(parameters.get("required") or ())
+    texts = [name for name in (required or known) if known.get(name, {}).get("type") == "string"]
+    return texts[0] if len(texts) == 1 and len(required) <= 1 else None
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,9 @@
-"""What a recipe may say to the loop, in its `options`. Unknown keys are refused with the nearest valid name."""
+"""The `options` of a recipe whose workflow is the loop, and the prompts of the planner and the verifier.
+
+Unknown keys are refused with the nearest valid name. A recipe may replace a prompt (`options.prompts`): `{question}`,
+`{memory}`, `{actions}` and `{left}` (the steps that are left) are filled in; everything else stays, so a prompt may
+show JSON.
+"""
 
 from __future__ import annotations
 
@@ -7,11 +12,37 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, ValidationError, field_validator, model_validator
 
-from rillflow.agents.agentflow.prompts import PROMPTS
-from rillflow.agents.memory.options import MemoryOptions
+from rillflow.agents.memory import MemoryOptions
+from rillflow.agents.options import fill_template
 from rillflow.config import RewardConfig
 from rillflow.config.base import Name, NonNegative, Positive, Seconds, Section
 from rillflow.errors import ConfigError, did_you_mean
+
+PROMPTS: dict[str, str] = {
+    "planner": (
+        "You plan, one step at a time, how a question is answered. Tools carry out each step for you.\n"
+        "Write exactly one JSON object with the keys thought (why), action (one of: {actions}) and action_input (what "
+        "the action gets). The action answer ends the task: its input is the final answer and nothing else.\n\n"
+        "Question: {question}\n\nWhat was done so far:\n{memory}\n\nSteps left: {left}"
+    ),
+    "final": "{planner}\n\nEnough is known. The only action left is answer.",
+    "verifier": (
+        "Judge whether what was found is enough to answer a question for certain. When in doubt, it is not.\n"
+        'Write exactly one JSON object: {"sufficient": true} or {"sufficient": false}.\n\n'
+        "Question: {question}\n\nWhat was done so far:\n{memory}"
+    ),
+}
+
+
+def asked(
+    prompts: Mapping[str, str], part: str, *, question: str, memory: str, actions: str = "", left: int = 0
+) -> str:
+    """Return the text of one prompt; `part` is planner, final or verifier."""
+    values = {"question": question, "memory": memory or "nothing", "actions": actions, "left": str(left)}
+    if part == "final":
+        values["planner"] = fill_template(prompts["planner"], values)
+    return fill_template(prompts[part], values)
+
 
 Share = Annotated[float, Field(ge=0, le=1)]
 

@@ -1,21 +1,88 @@
-"""The planner: the one part that is trained. It says what to do next, one decision at a time.
+"""The planner, the one part that is trained, and its decisions: JSON objects of exactly three texts.
 
-Invariant: `decide` never raises for what the model wrote. Where every answer is malformed the state is asked once more;
-then the step is given up, and the loop goes on without it. Every sampled answer is in `states`, so that each can be
-rewarded.
+Invariants: `parse` accepts what `schema` describes, with any whitespace that JSON allows and nothing more; it never
+raises. So a decision means the same whether an engine was held to the schema or the model wrote it freely. `decide`
+never raises for what the model wrote: if every answer is malformed, the state is asked once more; then the step is
+given up, and the loop goes on without it. Every sampled answer is in `states`, so that each can be rewarded.
+
+A process reward model reads a state and a decision as `prm_row` writes them, for labels, training and rewards alike.
+The state is the prompt that the planner was asked with: it holds the question and every earlier decision with its
+result. The decision's own result is left out: the model rates the decision, which is trained, and not the result.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from rillflow.agents.agentflow.actions import ANSWER, Decision, parse, schema
-from rillflow.agents.agentflow.options import FlowOptions
-from rillflow.agents.agentflow.prompts import asked
+from rillflow.agents.agentflow.options import FlowOptions, asked
 from rillflow.contracts import Role
 from rillflow.types import Said
+from rillflow.types.base import Wire
+
+THINK, ANSWER = "think", "answer"  # the two that need no tool
+LONGEST = 4000  # characters of one field; what is longer is malformed
+
+
+class Decision(Wire, frozen=True):
+    """One step of a planner."""
+
+    thought: str
+    action: str
+    action_input: str
+
+    def written(self) -> str:
+        """As the planner is taught to write it."""
+        return json.dumps(
+            {"thought": self.thought, "action": self.action, "action_input": self.action_input}, ensure_ascii=False
+        )
+
+
+def schema(actions: Sequence[str], longest: int) -> dict[str, Any]:
+    """The JSON schema of a decision for one of `actions`, with texts of at most `longest` characters.
+
+    The bound lets a decision end before the answer is cut: what is cut is no whole JSON.
+    """
+    return {
+        "type": "object",
+        "properties": {
+            "thought": {"type": "string", "maxLength": longest},
+            "action": {"type": "string", "enum": list(actions)},
+            "action_input": {"type": "string", "maxLength": longest},
+        },
+        "required": ["thought", "action", "action_input"],
+        "additionalProperties": False,
+    }
+
+
+def parse(text: str, actions: Sequence[str] | None = None) -> Decision | None:
+    """The decision, or None where the text is malformed or its action is none of `actions` (where those are known)."""
+    try:
+        said = json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+    if not isinstance(said, dict) or said.keys() != {"thought", "action", "action_input"}:
+        return None
+    if not all(isinstance(value, str) and len(value) <= LONGEST for value in said.values()):
+        return None
+    return Decision(**said) if actions is None or said["action"] in actions else None
+
+
+def prm_row(state: str, decision: Decision, label: float | None = None) -> dict[str, Any]:
+    """Return the row of one decision, as the conversation in which the planner took it."""
+    step: dict[str, Any] = {"messages": [{"role": "assistant", "content": decision.written()}]}
+    if label is not None:
+        step["label"] = label
+    return {"messages": [{"role": "user", "content": state}], "steps": [step]}
+
+
+def without_results(question: str, earlier: Sequence[Decision]) -> str:
+    """Return a state that lacks the results of earlier decisions, to measure what they are worth."""
+    done = [f"{decision.action} {decision.action_input}" for decision in earlier]
+    return "\n".join([question.strip(), *done])
+
 
 ROLE = "planner"
 CONTINUATION = "continuation"  # the planner's policy, where it plays a decision to the end only to rate it

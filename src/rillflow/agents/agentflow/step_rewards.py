@@ -15,9 +15,7 @@ from dataclasses import replace
 from statistics import fmean, pstdev
 from typing import TYPE_CHECKING
 
-from rillflow.agents.agentflow.actions import Decision
-from rillflow.agents.agentflow.planner import CONTINUATION, ROLE, AskedState
-from rillflow.agents.agentflow.prm_text import prm_row, without_results
+from rillflow.agents.agentflow.planner import CONTINUATION, ROLE, AskedState, Decision, prm_row, without_results
 from rillflow.agents.rewards.process import ProcessReward
 from rillflow.agents.workflows.multi_policy import checker
 

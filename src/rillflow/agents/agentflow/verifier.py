@@ -12,8 +12,7 @@ from collections.abc import Mapping
 from functools import cache
 from typing import TYPE_CHECKING, Any, Protocol
 
-from rillflow.agents.agentflow.options import Endpoint, FlowOptions
-from rillflow.agents.agentflow.prompts import asked
+from rillflow.agents.agentflow.options import Endpoint, FlowOptions, asked
 from rillflow.contracts import Episode, Role
 
 if TYPE_CHECKING:

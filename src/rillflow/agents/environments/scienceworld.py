@@ -16,8 +16,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from rillflow.agents.environments.java import start_java
-from rillflow.agents.environments.pooled import Pooled, ask_library
+from rillflow.agents.environments.pooled import Pooled, ask_library, start_java
 from rillflow.agents.environments.splits import check_split
 from rillflow.agents.environments.world import rows
 from rillflow.errors import ConfigError

@@ -15,8 +15,7 @@ from typing import Any
 
 import msgspec
 
-from rillflow.agents.environments.java import start_java
-from rillflow.agents.environments.pooled import Pooled
+from rillflow.agents.environments.pooled import Pooled, start_java
 from rillflow.agents.environments.splits import check_split
 from rillflow.agents.environments.world import rows
 from rillflow.errors import ConfigError

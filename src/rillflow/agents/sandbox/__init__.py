@@ -9,9 +9,21 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from rillflow.agents.sandbox.interface import Result, SandboxConfig, Status, Verdict
+    from rillflow.agents.sandbox.interface import (
+        Asserts,
+        Case,
+        Cases,
+        Check,
+        Pairs,
+        Result,
+        SandboxConfig,
+        Status,
+        Tests,
+        Verdict,
+        code_of,
+        literal_cases,
+    )
     from rillflow.agents.sandbox.sandbox import Sandbox, close_shared, shared
-    from rillflow.agents.sandbox.tests import Asserts, Case, Cases, Check, Pairs, Tests, code_of, literal_cases
 
 __all__ = [
     "Asserts",
@@ -31,10 +43,12 @@ __all__ = [
     "shared",
 ]
 _MODULES = {
-    "interface": ("Result", "SandboxConfig", "Status", "Verdict"),
+    "interface": (
+        "Asserts", "Case", "Cases", "Check", "Pairs", "Result", "SandboxConfig", "Status", "Tests", "Verdict",
+        "code_of", "literal_cases",
+    ),
     "sandbox": ("Sandbox", "close_shared", "shared"),
-    "tests": ("Asserts", "Case", "Cases", "Check", "Pairs", "Tests", "code_of", "literal_cases"),
-}
+}  # fmt: skip
 
 
 def __getattr__(name: str) -> Any:

@@ -14,8 +14,7 @@ from collections import deque
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
-from rillflow.agents.sandbox.box import Box
-from rillflow.agents.sandbox.cell import Cell
+from rillflow.agents.sandbox.box import Box, Cell
 from rillflow.agents.sandbox.interface import SandboxConfig
 from rillflow.errors import SandboxError
 

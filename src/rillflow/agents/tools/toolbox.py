@@ -154,7 +154,7 @@ async def _open(config: ToolConfig, stack: AsyncExitStack) -> Sequence[Tool]:
         return [tool_of(resolve_object(config.function), timeout=config.timeout)]
     if config.name is not None:
         return [await opener_of(config.name, config.options)(config.timeout, stack)]
-    from rillflow.agents.tools.mcp_client import McpServer  # `mcp` is an extra
+    from rillflow.agents.tools.mcp_tools import McpServer  # `mcp` is an extra
 
     assert config.mcp is not None
     server = McpServer(config.mcp, timeout=config.timeout)

@@ -10,9 +10,8 @@ from types import SimpleNamespace
 from typing import Any
 
 from kept_trajectories import trajectory
-from rillflow.agents.agentflow.actions import ANSWER, Decision
-from rillflow.agents.agentflow.collect import collect
-from rillflow.agents.agentflow.planner import ROLE
+from rillflow.agents.agentflow.labels import collect
+from rillflow.agents.agentflow.planner import ANSWER, ROLE, Decision
 from rillflow.config.data import SourceConfig
 from rillflow.dataflow.ledger.schema import TABLES
 from rillflow.storage.trajectories import FILE, KINDS, Bounds, Trajectory, TrajectoryStore

@@ -4,9 +4,17 @@ from __future__ import annotations
 
 import pytest
 
-from rillflow.agents.agentflow.actions import Decision
-from rillflow.agents.agentflow.collect import Played, Visited
-from rillflow.agents.agentflow.labels import balanced, both, by_continuations, by_returns, rows_of, split
+from rillflow.agents.agentflow.labels import (
+    Played,
+    Visited,
+    balanced,
+    both,
+    by_continuations,
+    by_returns,
+    rows_of,
+    split,
+)
+from rillflow.agents.agentflow.planner import Decision
 from rillflow.agents.rewards.judge import read_score
 
 LOOK, LOOK_ELSEWHERE = Decision("a", "search", "red pens"), Decision("a", "search", "blue pens")

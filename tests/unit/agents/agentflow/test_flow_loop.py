@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from flow_world import COUNTS, FIRST, NO, PAID, PAYLOAD, SECOND, TRUTH, YES, played, says
 
-from rillflow.agents.agentflow.collect import states_of
+from rillflow.agents.agentflow.labels import states_of
 from rillflow.errors import ConfigError
 from rillflow.examples import tally
 

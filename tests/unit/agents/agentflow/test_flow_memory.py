@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 from flow_world import FIRST, PAYLOAD, played, says
 
-from rillflow.agents.memory.store import EpisodeStore, Remembered
-from rillflow.agents.memory.task import TaskMemory
+from rillflow.agents.memory import EpisodeStore, Remembered, TaskMemory
 from rillflow.agents.tools.embedding import Embedder
 from rillflow.errors import StorageError
 

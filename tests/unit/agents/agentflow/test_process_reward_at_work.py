@@ -16,10 +16,9 @@ import pytest
 import torch
 from flow_world import FIRST, NO, PAID, PAYLOAD, played, says
 
-from rillflow.agents.agentflow.actions import Decision, parse
-from rillflow.agents.agentflow.collect import states_of
+from rillflow.agents.agentflow.labels import states_of
 from rillflow.agents.agentflow.loop import check_recipe
-from rillflow.agents.agentflow.prm_text import prm_row
+from rillflow.agents.agentflow.planner import Decision, parse, prm_row
 from rillflow.agents.rewards.process import ProcessReward
 from rillflow.config import load_recipe
 from rillflow.errors import ConfigError, RewardError

@@ -7,7 +7,7 @@ import re
 import pytest
 from flow_world import COUNTS, FIRST, PAID, PAYLOAD, SECOND, played, says
 
-from rillflow.agents.agentflow.collect import states_of
+from rillflow.agents.agentflow.labels import states_of
 from rillflow.agents.agentflow.loop import check_recipe
 from rillflow.config import load_recipe
 from rillflow.errors import ConfigError

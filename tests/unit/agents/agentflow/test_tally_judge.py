@@ -7,10 +7,9 @@ import asyncio
 import pytest
 
 from bench.agentflow_judge import MODEL, RIGHT, USELESS, WRONG, rate, serving
-from rillflow.agents.agentflow.actions import Decision
-from rillflow.agents.agentflow.collect import Played, Visited
-from rillflow.agents.agentflow.judge import by_judge, judge_prompt
+from rillflow.agents.agentflow.labels import Played, Visited, by_judge, judge_prompt
 from rillflow.agents.agentflow.options import Endpoint
+from rillflow.agents.agentflow.planner import Decision
 
 QUESTION = "How many pens are in the red box and the blue box?"
 BEGUN = f"{QUESTION}\nnothing\n6 more"

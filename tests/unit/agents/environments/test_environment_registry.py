@@ -14,9 +14,8 @@ import pytest
 from commands import another_hash_seed
 from rillflow.agents.environments import reasoning_gym
 from rillflow.agents.environments.household import Household
-from rillflow.agents.environments.lessons import demonstrations
 from rillflow.agents.environments.registry import ENVIRONMENTS, environment_factory, target_of
-from rillflow.agents.workflows.game import GameOptions, action_of
+from rillflow.agents.workflows.game import GameOptions, action_of, demonstrations
 from rillflow.config import resolve_object
 from rillflow.errors import ConfigError, DataError
 

@@ -12,10 +12,9 @@ import aiohttp
 import pytest
 from aiohttp import web
 
-from rillflow.agents.environments import openenv, openenv_server
+from rillflow.agents.environments import openenv
 from rillflow.agents.environments.household import Household, prompts
-from rillflow.agents.environments.openenv import OpenEnv
-from rillflow.agents.environments.openenv_server import OpenEnvServer
+from rillflow.agents.environments.openenv import OpenEnv, OpenEnvServer
 from rillflow.errors import EnvironmentLost
 
 (ROW,) = prompts("train", 1, 1, size="small")
@@ -79,7 +78,7 @@ async def test_what_a_client_does_wrong_is_told(url: str) -> None:
         for path, body in (("reset", b"{"), ("reset", b"[]"), ("step", b'{"action": {"action": 1}}'), ("step", b"{}")):
             async with client.post(f"{base}/{path}", data=body) as response:
                 assert response.status == 422
-        async with client.post(f"{base}/reset", data=io.BytesIO(b"x" * (openenv_server.LARGEST + 1))) as response:
+        async with client.post(f"{base}/reset", data=io.BytesIO(b"x" * (openenv.LARGEST_REQUEST + 1))) as response:
             assert response.status == 413
         async with client.ws_connect(f"{base}/ws") as socket:
             for said in (
@@ -95,7 +94,7 @@ async def test_what_a_client_does_wrong_is_told(url: str) -> None:
 
 
 async def test_episodes_are_bounded(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(openenv_server, "EPISODES", 1)
+    monkeypatch.setattr(openenv, "EPISODES", 1)
     one, other = OpenEnv(url=url), OpenEnv(url=url)
     await one.reset(ROW["payload"], 0)
     with pytest.raises(EnvironmentLost):

@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 
 from needs import WEBSHOP_DATA
-from rillflow.agents.environments.catalogue import Goal, Index, Product, near, worth
-from rillflow.agents.environments.shop import Shop
+from rillflow.agents.environments.shop import Goal, Index, Product, Shop, near, worth
 from rillflow.agents.environments.webshop import WebShop, load, prompts
 from rillflow.errors import ConfigError
 

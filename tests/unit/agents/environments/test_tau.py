@@ -6,8 +6,7 @@ import json
 
 import pytest
 
-from rillflow.agents.environments.tau import Tau, prompts
-from rillflow.agents.environments.tau_user import WISHES
+from rillflow.agents.environments.tau import WISHES, Tau, prompts
 
 
 async def _play(actions_of: object, wish: str, world: int = 4) -> tuple[Tau, float]:

@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 from rillflow.agents.rewards.code import Code, candidate_of
 from rillflow.agents.rewards.registry import make_reward
 from rillflow.agents.sandbox import close_shared, code_of, literal_cases
-from rillflow.agents.sandbox.grade import _task
 from rillflow.agents.sandbox.inside.values import pack
-from rillflow.agents.sandbox.tests import Case
+from rillflow.agents.sandbox.interface import Case
+from rillflow.agents.sandbox.running import _task
 from rillflow.errors import RewardError
 from soak import repetitions
 

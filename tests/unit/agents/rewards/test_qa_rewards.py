@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from rillflow.agents.rewards.qa import exact, f1, normalised
+from rillflow.agents.rewards.answer_text import exact, f1, normalised
 from rillflow.agents.rewards.registry import make_reward
 from rillflow.errors import RewardError
 

@@ -57,10 +57,10 @@ def double(x):
     "patched runner": WRONG
     + """
 import builtins, sys
-import inside.judge, inside.candidate, inside.values, inside.frames
+import inside.judge, inside.program, inside.values
 inside.judge._fault = lambda test: ""
 inside.judge.be_judge = lambda channel, task: 0
-inside.candidate._answer = lambda request, module, keep: inside.values.pack(["value", True])
+inside.program._answer = lambda request, module, keep: inside.values.pack(["value", True])
 builtins.AssertionError = type("AssertionError", (Exception,), {"__new__": lambda *a: None})
 """,
     "patched builtins": WRONG

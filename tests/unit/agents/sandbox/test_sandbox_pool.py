@@ -15,9 +15,8 @@ from unittest.mock import Mock
 import pytest
 
 from rillflow.agents.sandbox import Asserts, Case, Cases, Pairs, Result, Sandbox, SandboxConfig, close_shared, shared
-from rillflow.agents.sandbox import grade as grading
-from rillflow.agents.sandbox.box import Box
-from rillflow.agents.sandbox.cell import Cell
+from rillflow.agents.sandbox import running as grading
+from rillflow.agents.sandbox.box import Box, Cell
 from rillflow.agents.sandbox.pool import Pool
 from rillflow.errors import SandboxError
 

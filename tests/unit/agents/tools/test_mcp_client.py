@@ -15,9 +15,9 @@ from typing import Any
 import psutil
 import pytest
 
-from rillflow.agents.tools import mcp_client
+from rillflow.agents.tools import mcp_tools
 from rillflow.agents.tools.functions import tool_of
-from rillflow.agents.tools.mcp_server import build_server
+from rillflow.agents.tools.mcp_tools import build_server
 from rillflow.agents.tools.toolbox import OpenToolbox, open_toolbox
 from rillflow.config import ToolConfig
 from rillflow.errors import ConfigError, EnvironmentLost
@@ -32,7 +32,7 @@ TOKEN = "a-token"
 @pytest.fixture(autouse=True)
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """Programs start slowly where many tests run at once."""
-    monkeypatch.setattr(mcp_client, "OPENING", 240.0)
+    monkeypatch.setattr(mcp_tools, "OPENING", 240.0)
 
 
 @asynccontextmanager
@@ -90,7 +90,7 @@ async def test_over_http_with_what_the_payload_fills_in() -> None:
 
 
 async def test_a_server_that_comes_back_and_one_that_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(mcp_client, "_BACKOFF", (0.0, 0.01))
+    monkeypatch.setattr(mcp_tools, "_BACKOFF", (0.0, 0.01))
 
     async def ping() -> str:
         """Answer."""
@@ -114,7 +114,7 @@ async def test_a_server_that_comes_back_and_one_that_does_not(monkeypatch: pytes
 
 
 async def test_servers_that_cannot_be_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(mcp_client, "_BACKOFF", (0.0,))
+    monkeypatch.setattr(mcp_tools, "_BACKOFF", (0.0,))
     async with http(stockroom_mcp.server) as url:
         good = {"Authorization": f"Bearer {TOKEN}"}
         cases: list[tuple[dict[str, Any], str]] = [
@@ -142,6 +142,6 @@ async def test_a_payload_without_what_is_to_be_filled_in() -> None:
 
 def test_values_from_the_environment() -> None:
     os.environ.pop("NO_SUCH_KEY", None)
-    assert mcp_client.filled({"a": "$$5 ${HOME}"}, "headers") == {"a": f"$5 {os.environ['HOME']}"}
+    assert mcp_tools.filled({"a": "$$5 ${HOME}"}, "headers") == {"a": f"$5 {os.environ['HOME']}"}
     with pytest.raises(ConfigError, match="Invalid placeholder"):
-        mcp_client.filled({"a": "$"}, "headers")
+        mcp_tools.filled({"a": "$"}, "headers")

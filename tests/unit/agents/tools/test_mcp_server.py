@@ -12,7 +12,7 @@ from mcp import Client, StdioServerParameters
 
 from rillflow.agents.tools.calculator import calculator
 from rillflow.agents.tools.functions import tool_of
-from rillflow.agents.tools.mcp_server import build_server
+from rillflow.agents.tools.mcp_tools import build_server
 from rillflow.agents.tools.toolbox import OpenToolbox
 from rillflow.errors import SandboxError
 from rillflow.wire.loopback import served

@@ -15,8 +15,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from .frames import receive, send
-from .values import NotPlain, Ref, pack, unpack
+from .values import NotPlain, Ref, pack, receive, send, unpack
 
 GONE = "the candidate is gone"
 _LONGEST = 1 << 20  # bytes of an answer

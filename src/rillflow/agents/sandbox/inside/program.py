@@ -1,4 +1,9 @@
-"""Run a whole program as `__main__` and report how it ended. The report is not trusted; it is only shown."""
+"""The untrusted code in its process: a whole program, or a candidate whose functions are called.
+
+A program runs as `__main__`, and its end is reported. A candidate's code runs once, then its functions are called by
+name or number. Nothing that this process sends is trusted: a report is only shown, and values are plain bytes, which
+the judge compares in another process.
+"""
 
 from __future__ import annotations
 
@@ -10,8 +15,7 @@ import traceback
 import types
 from typing import Any
 
-from .frames import send
-from .values import pack
+from .values import pack, receive, send, unpack
 
 _SHOWN = 4000  # characters of a value
 
@@ -85,3 +89,54 @@ def show(error: BaseException) -> None:
     while inner is not None and os.path.dirname(inner.tb_frame.f_code.co_filename) == os.path.dirname(__file__):
         inner = inner.tb_next
     traceback.print_exception(type(error), error, inner, limit=20, chain=False)
+
+
+_KEPT = 10_000  # most objects that the judge may refer to
+
+
+def be_candidate(channel: socket.socket, task: dict[str, Any]) -> int:
+    """Run the candidate's code and answer the judge's requests; return the exit code."""
+    module = fresh_module("candidate")
+    kept: list[Any] = []
+
+    def keep(value: Any) -> int:
+        if len(kept) >= _KEPT:
+            raise ValueError("too many objects are kept for the tests")
+        kept.append(value)
+        return len(kept) - 1
+
+    try:
+        exec(compile(task["code"], "candidate.py", "exec"), module.__dict__)
+    except BaseException as error:
+        show(error)
+        sys.stderr.flush()
+        send(channel, pack(f"{type(error).__name__}: {error}"[:500]))
+        return 1
+    send(channel, pack({"defined": True}))
+    line = task["line"]
+    while True:
+        try:
+            request = unpack(receive(line), ref=kept.__getitem__)
+        except EOFError:
+            return 0
+        send(line, _answer(request, module, keep))
+
+
+def _answer(request: list[Any], module: Any, keep: Any) -> bytes:
+    """Return the value of one request, or the name of the exception that it raised."""
+    try:
+        kind, subject, *rest = request
+        if kind == "name":
+            if subject not in module.__dict__:
+                return pack(["missing"])
+            value = module.__dict__[subject]
+        elif kind == "call":
+            value = subject(*rest[0], **rest[1])
+        elif kind == "get":
+            value = getattr(subject, rest[0])
+        else:
+            setattr(subject, *rest)
+            value = None
+        return pack(["value", value], keep)
+    except Exception as error:
+        return pack(["raised", type(error).__name__, str(error)[:500]])

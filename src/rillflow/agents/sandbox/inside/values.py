@@ -1,14 +1,19 @@
-"""Plain values as bytes, for the line between a candidate's process and its tests.
+"""Plain values as bytes, and frames on a stream socket, for the line between a candidate's process and its tests.
 
 Decoding makes only the plain types below and `Ref`s (numbers of objects that stay in their process). It never calls
 code that the bytes name, and its depth is bounded. So a value cannot bring its own method (an `__eq__` that is always
 true) to the other side. Instances of subclasses become instances of the plain type.
+
+A frame is a length, then that many bytes. The end of the stream is an EOFError. Only the standard library is imported
+here: this file also runs inside the sandbox.
 """
 
 from __future__ import annotations
 
 import builtins
+import socket
 import struct
+import time
 from collections.abc import Callable, Iterator
 from itertools import islice
 from typing import Any
@@ -176,3 +181,37 @@ _CONTAINERS: dict[bytes, Callable[[list[Any]], Any]] = {
     b"r": lambda items: range(*items),
     b"g": iter,
 }
+
+
+HEAD = struct.Struct("<I")
+LIMIT = 64 << 20
+_PIECE = 1 << 20
+
+
+def send(channel: socket.socket, body: bytes) -> None:
+    """Write one frame."""
+    channel.sendall(HEAD.pack(len(body)) + body)
+
+
+def receive(channel: socket.socket, limit: int = LIMIT, deadline: float | None = None) -> bytes:
+    """Return the next frame, or raise TimeoutError if it is not complete at `deadline` (of `time.monotonic`)."""
+    (length,) = HEAD.unpack(_exactly(channel, HEAD.size, deadline))
+    if length > limit:
+        raise EOFError(f"a frame of {length} bytes is longer than {limit}")
+    return _exactly(channel, length, deadline)
+
+
+def _exactly(channel: socket.socket, count: int, deadline: float | None) -> bytes:
+    parts = []
+    while count:
+        if deadline is not None:
+            left = deadline - time.monotonic()
+            if left <= 0:
+                raise TimeoutError
+            channel.settimeout(left)
+        part = channel.recv(min(count, _PIECE))
+        if not part:
+            raise EOFError("the stream has ended")
+        parts.append(part)
+        count -= len(part)
+    return b"".join(parts)

@@ -20,11 +20,9 @@ import tempfile
 from typing import NoReturn
 
 from . import walls
-from .candidate import be_candidate
-from .frames import receive, send
 from .judge import be_judge
-from .program import run_program
-from .values import unpack
+from .program import be_candidate, run_program
+from .values import receive, send, unpack
 
 _COMMON = (
     "ast bisect collections copy datetime decimal fractions functools heapq itertools json math operator random re "

@@ -1,11 +1,15 @@
-"""The tools of an MCP server. Each node has one session, which its episodes share and which is restarted if it dies.
+"""The tools of an MCP server for agents, and a toolbox as an MCP server.
 
+The client: each node has one session with a server, which its episodes share and which is restarted if it dies.
 Invariants: a call that the death of the server interrupted is repeated only if the server declares the tool read-only
 or idempotent; otherwise, and if the server does not come back, EnvironmentLost fails the episode, which is played
 again. Arguments in `fill` come from the prompt's payload: models neither see nor set them.
 
 Not protected against: a server that sends a huge answer, which is read whole before it is cut; a server that does not
 end when its standard input closes, which outlives a node that is killed with -9.
+
+The server: over HTTP it serves loopback only, and every call needs a token. A tool that needs an episode answers with
+an error, because the server has none.
 """
 
 from __future__ import annotations
@@ -14,16 +18,21 @@ import asyncio
 import json
 import logging
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, suppress
 from string import Template
-from typing import Any, NoReturn, TextIO, cast
+from typing import TYPE_CHECKING, Any, NoReturn, TextIO, cast
 
+from rillflow import __version__
 from rillflow.agents.command import PASSED, Tail, search_path, words_of
 from rillflow.agents.tools.functions import tidy
 from rillflow.config import CommandConfig, McpConfig
-from rillflow.contracts import Episode, Tool
-from rillflow.errors import ConfigError, EnvironmentLost, ToolError
+from rillflow.contracts import Episode, Tool, Toolbox
+from rillflow.errors import ConfigError, EnvironmentLost, RillflowError, ToolError
+from rillflow.wire.loopback import served
+
+if TYPE_CHECKING:
+    from mcp.server import Server
 
 try:
     import httpx2
@@ -321,3 +330,48 @@ def _plain(error: BaseException | None) -> str:
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     return f"{type(error).__name__}: {error}"[:500]
+
+
+def build_server(toolbox: Toolbox, name: str = "rillflow-tools") -> Server[Any]:
+    """Return the server. Errors that a model can correct are results with `is_error`, as the protocol requires."""
+    try:
+        import mcp_types as wire
+        from mcp.server import Server
+    except ImportError:
+        raise ConfigError("the package `mcp` is not installed", "pip install 'rillflow[mcp]'") from None
+    tools = [
+        wire.Tool(
+            name=schema["function"]["name"],
+            description=schema["function"]["description"],
+            input_schema=schema["function"]["parameters"],
+        )
+        for schema in toolbox.schemas
+    ]
+
+    async def list_tools(context: Any, asked: wire.PaginatedRequestParams | None) -> wire.ListToolsResult:
+        return wire.ListToolsResult(tools=tools)
+
+    async def call_tool(context: Any, asked: wire.CallToolRequestParams) -> wire.CallToolResult:
+        try:
+            text = await toolbox.call(asked.name, asked.arguments or {})
+        except RillflowError as error:  # a sandbox or another server is gone
+            text = f"error: {error}"
+        return wire.CallToolResult(content=[wire.TextContent(text=text)], is_error=text.startswith("error: "))
+
+    return Server(name, version=__version__, on_list_tools=list_tools, on_call_tool=call_tool)
+
+
+async def serve_stdio(server: Server[Any]) -> None:
+    """Serve until the client closes our standard input."""
+    from mcp.server.stdio import stdio_server
+
+    async with stdio_server() as (read, write):
+        await server.run(read, write, server.create_initialization_options())
+
+
+async def serve_http(server: Server[Any], token: str, port: int, on_ready: Callable[[str], None]) -> None:
+    """Serve until cancelled. `on_ready` gets the URL."""
+    app = server.streamable_http_app(stateless_http=True, json_response=True)
+    async with served(app, token, port, what="the MCP server") as (url, serving):
+        on_ready(f"{url}/mcp")
+        await asyncio.shield(serving)
