@@ -26,7 +26,7 @@ from bench.traffic import Processes, Seat, describe, make_run, trajectory
 from rillflow.clients.dataflow import DataflowClient
 from rillflow.clients.units import UnitWriter
 from rillflow.types import CompleteTask, Heartbeat, LeaseTasks, Row, TaskLease
-from rillflow.types.ledgers import ledger_of
+from rillflow.types.runs import ledger_of
 
 MAIN, GROUP, BATCH, NODES, SLOTS = "main", 8, 64, 16, 64
 FOREVER = 3600.0

@@ -26,7 +26,7 @@ from starlette.responses import Response
 from starlette.routing import Route as StarletteRoute
 
 from rillflow.types import Ack, FailTask
-from rillflow.types.route import Route, post
+from rillflow.types.routes import Route, post
 from rillflow.wire import Client, Service
 from rillflow.wire.server import bearer
 from rillflow.wire.tokens import Keyring

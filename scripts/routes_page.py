@@ -9,8 +9,7 @@ from typing import Any
 from rillflow.dashboard.server import DashboardRoutes
 from rillflow.engine.service import EngineRoutes
 from rillflow.gateway.routes import AgentRoutes, ControlRoutes, EngineControlRoutes
-from rillflow.types.route import Route, routes_of
-from rillflow.types.routes import Dataflow, StorageUnits, Updates
+from rillflow.types.routes import Dataflow, Route, StorageUnits, Updates, routes_of
 from rillflow.weights.transport.serve import WeightRoutes
 from rillflow.wire.routing import Common
 
@@ -33,7 +32,7 @@ A token of one of the scopes opens a route ([tokens](tokens.md)); the operator's
 is a long poll or a stream: it ends when its client disconnects. The last column says why a call may be sent twice, as a
 client does that got no answer: the receiver takes each *attempt id* once, or a second copy does no harm.
 
-To add a route, declare it in its table (`types/route.py` says where tables live), bind it to a handler with
+To add a route, declare it in its table (`types/routes.py` says where tables live), bind it to a handler with
 `service.on`, and give the client a method, `name = Sends(Table.name)`. Tests then ask it for its token, its scopes, its
 attempt id and its disconnect, and this page is made again.
 """

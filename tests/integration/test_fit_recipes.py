@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 from advised import wrong_with
 from commands import Cli, wait_until
 from rillflow.cli.main import app
-from rillflow.examples import stockroom_lessons
+from rillflow.examples import stockroom
 from rillflow.trainer.supervised.reward_model import RewardModel
 from soak import repetitions
 
@@ -44,7 +44,7 @@ def test_a_reward_model_learns_which_play_is_right(cli: Cli) -> None:
     assert last["accuracy"] > 0.8
     assert last["loss"] < 0.5 * first["loss"]
     model = RewardModel.load(str(folder / "model"))
-    rows = [row["payload"] for row in stockroom_lessons.comparisons("heldout", 40, 9)]
+    rows = [row["payload"] for row in stockroom.comparisons("heldout", 40, 9)]
     better, worse = (
         model.score([{"messages": row["messages"], "tools": row["tools"], "answer": row[kind]} for row in rows])
         for kind in ("chosen", "rejected")

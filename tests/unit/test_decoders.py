@@ -8,7 +8,7 @@ from pathlib import Path
 
 import rillflow
 from rillflow.types import Row
-from rillflow.types.decoding import json_decoder, msgpack_decoder
+from rillflow.types.base import json_decoder, msgpack_decoder
 
 SOURCES = sorted(Path(rillflow.__file__).parent.rglob("*.py"))
 PLAIN = {"Any", "bool", "bytes", "dict", "float", "int", "list", "str", "tuple"}
@@ -27,7 +27,7 @@ def _structs_decoded_by_type(path: Path) -> list[int]:
 
 def test_no_struct_is_decoded_without_a_decoder() -> None:
     found = {str(path): lines for path in SOURCES if (lines := _structs_decoded_by_type(path))}
-    assert found == {}, "use rillflow.types.decoding, or a decoder that is built when the module is imported"
+    assert found == {}, "use rillflow.types.base, or a decoder that is built when the module is imported"
 
 
 def test_a_decoder_is_built_once() -> None:

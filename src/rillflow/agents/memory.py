@@ -31,7 +31,7 @@ from pydantic import Field
 from rillflow.config.base import Name, Positive, Section
 from rillflow.errors import ConfigError, StorageError
 from rillflow.storage import disk_errors
-from rillflow.types.decoding import json_decoder
+from rillflow.types.base import json_decoder
 
 if TYPE_CHECKING:
     from qdrant_client import QdrantClient

@@ -21,7 +21,7 @@ import msgspec
 from rillflow.contracts import Clock, SystemClock
 from rillflow.errors import BadRequest, Unauthorized, Unavailable, WireError
 from rillflow.gateway.feed import Ended, EndSession, OutsideTask
-from rillflow.types.decoding import json_decoder
+from rillflow.types.base import json_decoder
 
 SILENCE = 30.0  # seconds without data after which a feed is dead; the gateway sends a line every five seconds
 _PAUSE = 0.25

@@ -17,12 +17,12 @@ from rich.table import Column, Table
 from xxhash import xxh3_64_hexdigest
 
 from rillflow.cli.export import Checkpoint, open_checkpoint
-from rillflow.cli.terminal import LiveLine
 from rillflow.config import Recipe, load_recipe, write_resolved
 from rillflow.errors import ConfigError
 from rillflow.evaluate.run import REPORT, Evaluation, Result, Tally, average, evaluate, report
 from rillflow.evaluate.scores import Score
 from rillflow.evaluate.suites import GRADING, HELDOUT, open_suites, with_context
+from rillflow.observe.progress import LiveLine
 from rillflow.runtime.folder import RunFolder
 
 console = Console(stderr=True)

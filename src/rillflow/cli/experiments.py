@@ -186,7 +186,7 @@ def export(
     ] = False,
 ) -> None:
     """Write a version of a policy as a plain Hugging Face model folder."""
-    from rillflow.cli.terminal import quieten
+    from rillflow.observe.progress import quieten
 
     quieten()
     from rillflow.cli.export import Exporter

@@ -27,13 +27,12 @@ from rillflow.dataflow.episode_history import life_of, read_histories
 from rillflow.dataflow.ledger.database import snapshot
 from rillflow.errors import RunError, WireError
 from rillflow.observe.advisories import Advisory, FactReader, Facts, advise
-from rillflow.observe.timeline import COLOURS, draw, report, timeline, whole
-from rillflow.observe.trace import trace
+from rillflow.observe.timeline import COLOURS, draw, report, timeline, trace, whole
 from rillflow.runtime.folder import RunFolder
 from rillflow.storage import write_atomic
 from rillflow.storage.spans import read_spans
 from rillflow.types.balance import Balance, Decision, Production, Report, Window
-from rillflow.types.ledgers import ledger_of
+from rillflow.types.runs import ledger_of
 
 
 def print_report(report: AuditReport, *, as_json: bool) -> None:

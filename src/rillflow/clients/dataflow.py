@@ -17,8 +17,8 @@ from rillflow.batching import Answer, Batcher, Item
 from rillflow.contracts import Clock, SystemClock
 from rillflow.errors import DeadlineExceeded, RillflowError, from_body
 from rillflow.types import Ack, CompleteTask, CompleteTasks, Engines, LookEngines, RunRecipe, StopRun, Units
-from rillflow.types.ledgers import ledger_of
 from rillflow.types.routes import Dataflow, Updates
+from rillflow.types.runs import ledger_of
 from rillflow.wire import Client
 from rillflow.wire.client import DEFAULT_DEADLINE, Reads, Sends
 

@@ -53,9 +53,8 @@ from rillflow.types import (
     Units,
 )
 from rillflow.types.balance import LedgerBalances
-from rillflow.types.ledgers import ledger_of, process_of
-from rillflow.types.route import Route
-from rillflow.types.routes import Dataflow
+from rillflow.types.routes import Dataflow, Route
+from rillflow.types.runs import ledger_of, process_of
 from rillflow.wire import Client
 from rillflow.wire.client import DEFAULT_DEADLINE
 

@@ -34,7 +34,7 @@ from rillflow.dashboard.watched import LiveRun, WatchedRun, watch
 from rillflow.errors import BadRequest, Forbidden, RillflowError, Unauthorized
 from rillflow.runtime.process import prepare, run_until_signal
 from rillflow.types import RetireNode
-from rillflow.types.route import JSON, Route, raw
+from rillflow.types.routes import JSON, Route, raw
 from rillflow.wire import Service
 from rillflow.wire.blocking import in_thread
 from rillflow.wire.messages import Request, Response

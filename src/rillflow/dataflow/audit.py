@@ -18,7 +18,7 @@ from rillflow.dataflow.ledger.database import snapshot
 from rillflow.dataflow.ledger.payload import RECLAIMED
 from rillflow.dataflow.ledger.states import MACHINES, Machine
 from rillflow.dataflow.ledger.streams import ELSEWHERE
-from rillflow.types.ledgers import owner_of
+from rillflow.types.runs import owner_of
 
 
 def _any(table: str, states: Sequence[str]) -> str:

@@ -23,7 +23,7 @@ from rillflow.dataflow.ledger.database import Base, Part, Value, snapshot
 from rillflow.dataflow.ledger.shares import ENTERED
 from rillflow.errors import CorruptData, RunError
 from rillflow.types.balance import Balance, NodeReport, Report
-from rillflow.types.decoding import json_decoder
+from rillflow.types.base import json_decoder
 
 Kept = TypeVar("Kept", Mark, Report)
 

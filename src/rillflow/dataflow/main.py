@@ -15,7 +15,7 @@ from rillflow.dataflow.service import DataflowService
 from rillflow.dataflow.sources import open_heldout, open_sources
 from rillflow.storage import disk_errors
 from rillflow.storage.trajectories import FILE, KINDS, Bounds
-from rillflow.types.ledgers import folder_of
+from rillflow.types.runs import folder_of
 from rillflow.weights.updates import Invitation
 from rillflow.wire.blocking import keep_what_is_there
 from rillflow.wire.tokens import Keyring

@@ -10,7 +10,7 @@ from typing import Any
 
 from rillflow.config import Recipe
 from rillflow.errors import ConfigError
-from rillflow.types.ledgers import mark_of, owner_of
+from rillflow.types.runs import mark_of, owner_of
 
 _POLICY_FIELDS = ("staleness", "batch_groups", "total_steps", "trains_on", "stages")
 

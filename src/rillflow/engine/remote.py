@@ -19,8 +19,8 @@ from rillflow.engine.host import HOLD_SECONDS
 from rillflow.engine.service import LENGTH, LONGEST, EngineRoutes, Frame, Generate, Hold, Release, decode
 from rillflow.errors import BadRequest, EngineError, EngineLost, ErrorBody, RillflowError, from_body
 from rillflow.types import Chunk, EngineInfo, GenerateRequest
-from rillflow.types.decoding import msgpack_decoder
-from rillflow.types.route import Route
+from rillflow.types.base import msgpack_decoder
+from rillflow.types.routes import Route
 from rillflow.wire.connections import Connections
 
 Body = TypeVar("Body")

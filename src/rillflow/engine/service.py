@@ -16,8 +16,8 @@ import msgspec
 from rillflow.engine.host import EngineHost
 from rillflow.errors import BadRequest, ErrorBody, RillflowError, to_body
 from rillflow.types import Chunk, EngineInfo, GenerateRequest, Wire
-from rillflow.types.decoding import msgpack_decoder
-from rillflow.types.route import BYTES, MSGPACK, get, post, raw
+from rillflow.types.base import msgpack_decoder
+from rillflow.types.routes import BYTES, MSGPACK, get, post, raw
 from rillflow.wire import Service
 from rillflow.wire.messages import Request, Response, Send, Stream
 from rillflow.wire.tokens import Keyring

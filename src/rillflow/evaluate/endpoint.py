@@ -38,8 +38,8 @@ from rillflow.rollout.episode import EpisodeFailed, RunningEpisode, score
 from rillflow.rollout.players import Played
 from rillflow.rollout.rewards import RewardRules
 from rillflow.types import EpisodeFacts, Task
-from rillflow.types.decoding import json_decoder
-from rillflow.types.route import JSON
+from rillflow.types.base import json_decoder
+from rillflow.types.routes import JSON
 from rillflow.wire import Service
 from rillflow.wire.messages import Request, Response, Send, Stream
 from rillflow.wire.server import Endpoint, error_headers

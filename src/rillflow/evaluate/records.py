@@ -27,7 +27,7 @@ from rillflow.rollout.push import trajectory_of
 from rillflow.storage import disk_errors
 from rillflow.storage.trajectories import FILE, Bounds, Trajectory, TrajectoryStore
 from rillflow.types import Task
-from rillflow.types.decoding import json_decoder
+from rillflow.types.base import json_decoder
 
 _MARK = b',"check":"'
 _END = b'"}\n'

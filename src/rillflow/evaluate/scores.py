@@ -1,4 +1,4 @@
-"""Scores of the answers to a benchmark: avg@k, pass@k, majority@k, each with its confidence interval.
+"""The reward of a benchmark's own answers, and scores over them: avg@k, pass@k, majority@k with confidence intervals.
 
 Questions are a sample of a population, so every interval is over questions; the samples of one question never count as
 independent. Samples without a reward are left out and counted separately.
@@ -12,9 +12,10 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from decimal import Decimal
+from functools import lru_cache
 from statistics import NormalDist
 from typing import Any, Literal
 
@@ -23,7 +24,29 @@ import numpy.typing as npt
 
 from rillflow.agents.rewards.answer_text import normalised
 from rillflow.agents.rewards.base import inside, text_of
+from rillflow.agents.rewards.calling import Given, call
+from rillflow.agents.rewards.registry import Reward, load_reward
+from rillflow.config import RewardConfig
+from rillflow.dataflow.sources.benchmarks import GYM, benchmark
+from rillflow.errors import RewardError
 from rillflow.evaluate.records import Record
+
+KEY = "benchmark"
+
+
+async def reward(payload: Mapping[str, Any], answer: Any) -> float:
+    """Return the score of the answer by the benchmark that the payload names. RewardError if it names none."""
+    name = payload.get(KEY) or (GYM if "source_dataset" in payload else None)
+    if not isinstance(name, str):
+        raise RewardError("the prompt names no benchmark", "give `data.*.benchmark`, or name another reward")
+    return float(await call(_loaded(name), Given(dict(payload), answer)))
+
+
+@lru_cache
+def _loaded(name: str) -> Reward:
+    found = benchmark(name)
+    return load_reward([RewardConfig(name=found.reward, options=dict(found.options))])
+
 
 Kind = Literal["math", "code", "text"]
 _NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?(?:/\d+)?")

@@ -16,7 +16,7 @@ from rillflow.gateway.trees.render import Renderer, load_renderer
 from rillflow.weights.model_folder import model_folder
 
 HELDOUT = "heldout"
-GRADING = "rillflow.evaluate.grading:reward"
+GRADING = "rillflow.evaluate.scores:reward"
 _MARGIN = 128  # tokens that a chat template writes around a question
 _SHORTEST = 256
 

@@ -4,7 +4,8 @@ A prompt asks how many of one item are in one box. The counts are in the payload
 call `count` with the box and the item of the question.
 
 Three workflows play the task: `play` with one policy, `play_checked` with a second policy that judges the answer, and
-`play_shared` with two agents that share one policy.
+`play_shared` with two agents that share one policy. `demonstrations`, `comparisons` of two episodes and `graded_steps`
+make rows for `rillflow fit`.
 
 Invariants:
 
@@ -199,3 +200,88 @@ def _serve(payload: dict[str, Any], call: Any) -> str:
     if call.type != "function" or call.function.name != "count":
         return "error: no such tool"
     return count(payload, call.function.arguments)
+
+
+Message = dict[str, Any]
+Payload = Mapping[str, Any]
+_SHARE_RIGHT = 0.5  # of the episodes whose steps are labelled
+# The mistakes of wrong episodes, with their relative frequencies.
+MISTAKES = {"guess": 4, "no such box": 4, "another box": 1, "another item": 1, "another number": 1}
+
+
+def demonstrations(split: str, count: int, seed: int) -> Iterator[dict[str, Any]]:
+    """Yield rows for sft: count the right item in the right box and answer with the number."""
+    for prompt in prompts(split, count, seed):
+        payload = prompt["payload"]
+        messages = [_question(payload), *_call(payload, payload["box"], payload["item"]), _answer(_truth(payload))]
+        yield {"id": prompt["id"], "payload": {"messages": messages, "tools": TOOLS}}
+
+
+def comparisons(split: str, count: int, seed: int) -> Iterator[dict[str, Any]]:
+    """Yield rows for reward: a right episode beside one with a mistake."""
+    generator = random.Random(f"comparisons/{split}/{seed}")
+    for prompt in prompts(split, count, seed):
+        payload = prompt["payload"]
+        right = [*_call(payload, payload["box"], payload["item"]), _answer(_truth(payload))]
+        wrong = _play(payload, generator, _mistake(generator))
+        row = {
+            "messages": [_question(payload)],
+            "chosen": right,
+            "rejected": [message for step in wrong for message in step],
+            "tools": TOOLS,
+        }
+        yield {"id": prompt["id"], "payload": row}
+
+
+def graded_steps(split: str, count: int, seed: int) -> Iterator[dict[str, Any]]:
+    """Yield rows for process_reward: a call is labelled 1 if its box and item are right, an answer if its number is."""
+    generator = random.Random(f"graded_steps/{split}/{seed}")
+    for prompt in prompts(split, count, seed):
+        payload = prompt["payload"]
+        mistake = "" if generator.random() < _SHARE_RIGHT else _mistake(generator)
+        *calls, answer = _play(payload, generator, mistake)
+        steps = [{"messages": call, "label": float(mistake in ("", "another number"))} for call in calls]
+        steps.append({"messages": answer, "label": reward(payload, answer[0]["content"])})
+        row = {"messages": [_question(payload)], "steps": steps, "tools": TOOLS}
+        yield {"id": prompt["id"], "payload": row}
+
+
+def _mistake(generator: random.Random) -> str:
+    return generator.choices(list(MISTAKES), list(MISTAKES.values()))[0]
+
+
+def _play(payload: Payload, generator: random.Random, mistake: str) -> list[list[Message]]:
+    """Return the steps of an episode: the call with its result, except for a guess, and the answer."""
+    box, item = payload["box"], payload["item"]
+    if mistake == "another box":
+        box = generator.choice([other for other in BOXES if other != box])
+    elif mistake == "another item":
+        item = generator.choice([other for other in ITEMS if other != item])
+    elif mistake == "no such box":
+        box = item
+    said = count(payload, {"box": box, "item": item})
+    if mistake in ("guess", "no such box", "another number"):
+        said = str(generator.choice([other for other in COUNTS if str(other) != _truth(payload)]))
+    call = [] if mistake == "guess" else [_call(payload, box, item)]
+    return [*call, [_answer(said)]]
+
+
+def _truth(payload: Payload) -> str:
+    return str(payload["stock"][payload["box"]][payload["item"]])
+
+
+def _question(payload: Payload) -> Message:
+    return {"role": "user", "content": payload["question"]}
+
+
+def _call(payload: Payload, box: str, item: str) -> list[Message]:
+    arguments = {"box": box, "item": item}
+    call = {"id": "call_0", "type": "function", "function": {"name": "count", "arguments": json.dumps(arguments)}}
+    return [
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "call_0", "content": count(payload, arguments)},
+    ]
+
+
+def _answer(said: str) -> Message:
+    return {"role": "assistant", "content": said}

@@ -23,8 +23,8 @@ from rillflow.gateway.feed import Asker, EndSession, Feed, OutsideTask, run_ende
 from rillflow.gateway.routes import NDJSON, ControlRoutes, GiveReward, Givers, Rewarded, TakeTask
 from rillflow.gateway.server import Gateway
 from rillflow.gateway.sessions.session import Session
-from rillflow.types.decoding import json_decoder
-from rillflow.types.route import JSON
+from rillflow.types.base import json_decoder
+from rillflow.types.routes import JSON
 from rillflow.wire.messages import Request, Response, Send, Stream
 
 Body = TypeVar("Body")

@@ -13,7 +13,7 @@ import msgspec
 from rillflow.gateway import shapes
 from rillflow.gateway.dialects import chat, completions, messages, responses
 from rillflow.gateway.feed import Ended, EndSession, OutsideTask
-from rillflow.types.route import JSON, Route, raw, routes_of
+from rillflow.types.routes import JSON, Route, raw, routes_of
 
 EVENTS, NDJSON = "text/event-stream", "application/x-ndjson"
 SESSION = "/s/{session}"

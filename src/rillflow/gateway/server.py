@@ -44,7 +44,7 @@ from rillflow.gateway.trees.matching import Place, answer_of, following
 from rillflow.gateway.trees.messages import Message
 from rillflow.gateway.trees.template import Tools
 from rillflow.gateway.trees.tree import TokenTree
-from rillflow.types.route import JSON, Route
+from rillflow.types.routes import JSON, Route
 from rillflow.wire import Service
 from rillflow.wire.messages import Request, Response
 from rillflow.wire.routing import DESCRIPTION, Common, Gate

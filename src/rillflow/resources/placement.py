@@ -28,7 +28,7 @@ from rillflow.config import Recipe
 from rillflow.config.resources import Tag
 from rillflow.errors import ConfigError, RunError
 from rillflow.resources.workers import TAGS, Worker, find
-from rillflow.types.ledgers import process_of
+from rillflow.types.runs import process_of
 
 
 class Asked(NamedTuple):

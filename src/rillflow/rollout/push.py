@@ -26,7 +26,7 @@ from rillflow.rollout.episode import EpisodeFailed
 from rillflow.rollout.rewards import RewardRules, check_parts, require_all
 from rillflow.storage.trajectories import TokenPath, Trajectory, TrajectoryInfo, described, encode_body
 from rillflow.types import Ack, CompleteTask, FailTask, Row, SampleMeta, TaskLease
-from rillflow.types.ledgers import ledger_of
+from rillflow.types.runs import ledger_of
 
 if TYPE_CHECKING:
     from rillflow.contracts import Buffer

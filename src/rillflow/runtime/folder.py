@@ -38,7 +38,7 @@ from rillflow.resources.workers import WorkersFile
 from rillflow.storage import disk_errors, read_json, write_json
 from rillflow.storage.files import LockHeld, is_held, locked
 from rillflow.types import TokenScope
-from rillflow.types.ledgers import folder_of, process_of
+from rillflow.types.runs import folder_of, process_of
 from rillflow.wire.tokens import Keyring, scoped_token
 
 _LEDGER = "ledger.sqlite"

@@ -28,7 +28,7 @@ from rillflow.runtime.process import (
 )
 from rillflow.storage import startup
 from rillflow.storage.spans import open_spans
-from rillflow.types.ledgers import process_of
+from rillflow.types.runs import process_of
 
 if TYPE_CHECKING:
     from rillflow.config import Recipe

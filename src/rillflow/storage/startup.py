@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from rillflow.types.decoding import json_decoder
+from rillflow.types.base import json_decoder
 
 log = logging.getLogger(__name__)
 

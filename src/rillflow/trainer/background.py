@@ -23,7 +23,7 @@ import torch
 
 from rillflow.errors import DeadlineExceeded, StorageError
 from rillflow.storage import write_atomic
-from rillflow.types.decoding import json_decoder
+from rillflow.types.base import json_decoder
 from rillflow.weights.codec import unique
 
 if TYPE_CHECKING:

@@ -40,7 +40,7 @@ from rillflow.errors import CheckpointError, CorruptData
 from rillflow.storage import disk_errors
 from rillflow.trainer.background import DEADLINE, BackgroundWriter, HostCopy, collect, hand_in
 from rillflow.trainer.parallel.peers import Alone, Peers, share
-from rillflow.types.decoding import json_decoder
+from rillflow.types.base import json_decoder
 from rillflow.weights import sealed
 from rillflow.weights.codec import encode
 

@@ -1,10 +1,15 @@
-"""The base of all wire structs, and the types that they share."""
+"""The base of all wire structs, the types that they share, and msgspec decoders, each built once for its type.
+
+msgspec 0.22 describes a struct to itself when it is decoded for the first time, and crashes the interpreter when two
+threads do so at once. Here a decoder is built under a lock, and every later call finds it.
+"""
 
 from __future__ import annotations
 
 import sys
 import uuid
-from typing import Annotated, Literal
+from threading import Lock
+from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
 
@@ -31,3 +36,26 @@ class Wire(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=True
     No struct can be part of a cycle, because it is made after everything that it holds. So the garbage collector need
     not track them: a batch has thousands.
     """
+
+
+T = TypeVar("T")
+
+_LOCK = Lock()
+_JSON: dict[Any, msgspec.json.Decoder[Any]] = {}
+_MSGPACK: dict[Any, msgspec.msgpack.Decoder[Any]] = {}
+
+
+def json_decoder(kind: type[T]) -> msgspec.json.Decoder[T]:
+    found = _JSON.get(kind)
+    if found is None:
+        with _LOCK:
+            found = _JSON.setdefault(kind, msgspec.json.Decoder(kind))
+    return found
+
+
+def msgpack_decoder(kind: type[T]) -> msgspec.msgpack.Decoder[T]:
+    found = _MSGPACK.get(kind)
+    if found is None:
+        with _LOCK:
+            found = _MSGPACK.setdefault(kind, msgspec.msgpack.Decoder(kind))
+    return found

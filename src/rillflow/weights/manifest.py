@@ -26,7 +26,7 @@ import msgspec
 
 from rillflow.errors import CorruptData
 from rillflow.types import Probe
-from rillflow.types.decoding import json_decoder
+from rillflow.types.base import json_decoder
 from rillflow.weights.sealed import FILE_NAME, FileFacts, Manifest
 
 DELTA = "delta"

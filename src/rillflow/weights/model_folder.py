@@ -13,7 +13,7 @@ from typing import Literal
 import msgspec
 
 from rillflow.errors import ConfigError
-from rillflow.types.decoding import json_decoder
+from rillflow.types.base import json_decoder
 
 _TINY = Path(__file__).resolve().parent.parent / "assets" / "tiny"
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")

@@ -20,7 +20,7 @@ import msgspec
 
 from rillflow.errors import CorruptData, StorageError
 from rillflow.storage import disk_errors, file_hash, fsync_folder
-from rillflow.types.decoding import json_decoder
+from rillflow.types.base import json_decoder
 
 MANIFEST = "manifest.json"
 _TEMPORARY = ".tmp"

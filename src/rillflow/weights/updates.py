@@ -20,8 +20,8 @@ from rillflow.contracts import Clock, SystemClock
 from rillflow.errors import BadRequest, StorageError
 from rillflow.storage import read_json, write_json
 from rillflow.types import Ack, AskTurn, EngineInfo, Engines, LookEngines, RunRecipe, TellFetch, TurnReply, WeightsKey
-from rillflow.types.ledgers import process_of
 from rillflow.types.routes import Updates
+from rillflow.types.runs import process_of
 from rillflow.wire import Service
 from rillflow.wire.blocking import News
 from rillflow.wire.tokens import Keyring

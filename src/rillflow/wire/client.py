@@ -2,7 +2,7 @@
 
 A call is retried when the peer could not be reached, cut the connection or answered 503. This is safe because every
 body that changes state carries an attempt id, which the receiver takes once, or has no further effect when it comes
-twice; the declaration of its route says why (`types.route`).
+twice; the declaration of its route says why (`types.routes`).
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ import msgspec
 
 from rillflow.contracts import Clock, SystemClock
 from rillflow.errors import DeadlineExceeded, DiskFault, ErrorBody, Unavailable, WireError, from_body
-from rillflow.types.decoding import msgpack_decoder
-from rillflow.types.route import Route
+from rillflow.types.base import msgpack_decoder
+from rillflow.types.routes import Route
 from rillflow.wire.connections import Answer, Connections
 
 Body = TypeVar("Body")

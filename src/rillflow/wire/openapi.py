@@ -10,7 +10,7 @@ import msgspec
 
 from rillflow import __version__
 from rillflow.errors import ErrorBody
-from rillflow.types.route import JSON, MSGPACK, Route
+from rillflow.types.routes import JSON, MSGPACK, Route
 
 STATUSES = {
     400: "The request is wrong, does not fit into the model's context, or passes a limit of the run.",

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
 from rillflow.errors import QueueFull, WireError
-from rillflow.types.route import JSON, TEXT, get, raw
+from rillflow.types.routes import JSON, TEXT, get, raw
 
 Found = TypeVar("Found")
 

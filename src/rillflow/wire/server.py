@@ -1,6 +1,6 @@
 """The server base. Closed by default: loopback, a scoped token on every route, a bound on every head and body.
 
-A service binds each route of its table (`types.route`) to a handler with `on`: a token of one of the route's scopes
+A service binds each route of its table (`types.routes`) to a handler with `on`: a token of one of the route's scopes
 opens it (`wire.tokens`), the body is decoded and validated before the handler sees it, and the handler's result is
 encoded. A request without a known token is answered 401, one with a token of another scope 403, before anything of its
 body is read. A RillflowError becomes its status and an ErrorBody; anything else becomes a 500 that names the error, is
@@ -22,8 +22,8 @@ import msgspec
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
 from rillflow.errors import BadRequest, DiskFull, RillflowError, RunError, Unauthorized, to_body
-from rillflow.types.decoding import msgpack_decoder
-from rillflow.types.route import JSON, MSGPACK, Route
+from rillflow.types.base import msgpack_decoder
+from rillflow.types.routes import JSON, MSGPACK, Route
 from rillflow.wire.messages import Request, Response
 from rillflow.wire.openapi import describe
 from rillflow.wire.protocol import Connection, Listener

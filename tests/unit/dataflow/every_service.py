@@ -34,7 +34,7 @@ from rillflow.gateway.sampling.pool import Fleet
 from rillflow.runtime.folder import RunFolder
 from rillflow.storage import write_json
 from rillflow.types import AskTurn, UnitBeat, UnitBeatReply
-from rillflow.types.route import Route
+from rillflow.types.routes import Route
 from rillflow.weights.transport.relay import RelayService, RelayShelf
 from rillflow.weights.transport.serve import NOTHING, FolderShelf, WeightService
 from rillflow.wire import Service

@@ -13,7 +13,7 @@ from dataflow_server import TOKEN, served
 
 from dataflow_world import POLICY
 from rillflow.types import LeaseBatch, LeaseStage, LeaseTasks
-from rillflow.types.route import post
+from rillflow.types.routes import post
 
 WAIT = 50.0
 

@@ -10,7 +10,7 @@ from dataflow_world import World
 from rillflow.dataflow.episode_history import life_of, read_history
 from rillflow.dataflow.ledger.database import snapshot
 from rillflow.errors import RunError
-from rillflow.observe.trace import trace
+from rillflow.observe.timeline import trace
 from rillflow.storage.spans import Span
 
 

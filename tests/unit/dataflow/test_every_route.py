@@ -23,8 +23,7 @@ from rillflow.engine.service import EngineRoutes
 from rillflow.evaluate.endpoint import Forwarder, Upstream
 from rillflow.gateway.routes import AgentRoutes, ControlRoutes, EngineControlRoutes, in_session
 from rillflow.types import CommitStage, LeaseStage, Row, SampleColumns
-from rillflow.types.route import MSGPACK, Route, routes_of
-from rillflow.types.routes import Dataflow, StorageUnits, Updates
+from rillflow.types.routes import MSGPACK, Dataflow, Route, StorageUnits, Updates, routes_of
 from rillflow.weights.transport.serve import WeightRoutes
 from rillflow.wire.routing import Common
 from rillflow.wire.tokens import OPENS, SCOPES, scoped_token

@@ -40,8 +40,7 @@ from rillflow.types import (
     UnitBeat,
     UnitInfo,
 )
-from rillflow.types.route import Route
-from rillflow.types.routes import Dataflow
+from rillflow.types.routes import Dataflow, Route
 from rillflow.wire import Client
 from soak import repetitions
 

@@ -41,7 +41,7 @@ from rillflow.types import (
     UnitBeat,
     UnitInfo,
 )
-from rillflow.types.ledgers import folder_of, ledger_of, owner_of
+from rillflow.types.runs import folder_of, ledger_of, owner_of
 
 GROUPS = 4  # of a batch: two of each ledger
 

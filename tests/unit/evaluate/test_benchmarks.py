@@ -12,7 +12,7 @@ from rillflow.config import SourceConfig, load_recipe
 from rillflow.dataflow.sources import open_heldout, open_source
 from rillflow.dataflow.sources.benchmarks import BENCHMARKS, benchmark, filled
 from rillflow.errors import ConfigError, DataError
-from rillflow.evaluate import grading
+from rillflow.evaluate import scores
 from rillflow.examples import two_wiki
 
 LENGTHS = {
@@ -115,5 +115,5 @@ async def test_right_answers_are_right_and_wrong_ones_wrong() -> None:
         payload = open_source(SourceConfig(benchmark=name, limit=1), seed=0, shuffle=False).at(0).payload
         gold = payload["answer"] if name == "gsm8k" else payload["answer"][0]
         right = f"It is \\boxed{{{gold}}}." if name == "gsm8k" else f"<answer>{gold}</answer>"
-        assert await grading.reward(payload, right) == 1.0
-        assert await grading.reward(payload, wrong) == 0.0
+        assert await scores.reward(payload, right) == 1.0
+        assert await scores.reward(payload, wrong) == 0.0

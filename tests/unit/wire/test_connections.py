@@ -9,7 +9,7 @@ from contextlib import asynccontextmanager, suppress
 import pytest
 
 from rillflow.errors import DeadlineExceeded, Unavailable, WireError
-from rillflow.types.route import Route, get
+from rillflow.types.routes import Route, get
 from rillflow.wire import Client
 from rillflow.wire.connections import Answer, Connections, within
 from rillflow.wire.protocol import HEAD_LIMIT

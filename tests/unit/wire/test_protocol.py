@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from raw_http import connected, exchanged
-from rillflow.types.route import TEXT, Route, raw
+from rillflow.types.routes import TEXT, Route, raw
 from rillflow.wire import Service
 from rillflow.wire.messages import Request, Response
 from rillflow.wire.routing import Gate

@@ -23,7 +23,7 @@ from rillflow.errors import (
     WireError,
 )
 from rillflow.types import Ack, FailTask
-from rillflow.types.route import get, post
+from rillflow.types.routes import get, post
 from rillflow.wire import Client, LoopThread, Service
 from rillflow.wire.protocol import HEAD_LIMIT
 from rillflow.wire.routing import Common

@@ -39,7 +39,7 @@ from rillflow.errors import CorruptData, DataError, RewardError
 from rillflow.storage import SegmentReader
 from rillflow.storage.records import Place
 from rillflow.storage.trajectories import FILE, Trajectories, conversation
-from rillflow.types.ledgers import folder_of
+from rillflow.types.runs import folder_of
 
 if TYPE_CHECKING:
     from openai import AsyncOpenAI

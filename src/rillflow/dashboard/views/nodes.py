@@ -20,7 +20,7 @@ from rillflow.dataflow.ledger.tables import SUM, Node
 from rillflow.errors import RillflowError, RunError
 from rillflow.resources.workers import Worker
 from rillflow.types import NodeInfo
-from rillflow.types.decoding import json_decoder
+from rillflow.types.base import json_decoder
 from rillflow.weights.manifest import HEAD, VersionManifest, folder_name
 from rillflow.weights.manifest import Line as VersionLine
 from rillflow.weights.sealed import MANIFEST

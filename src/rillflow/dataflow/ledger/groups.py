@@ -26,7 +26,7 @@ from rillflow.dataflow.ledger.tasks import Tasks
 from rillflow.dataflow.ledger.versions import Lineage
 from rillflow.errors import DataError
 from rillflow.types import Lane, Prompt
-from rillflow.types.decoding import json_decoder
+from rillflow.types.base import json_decoder
 
 NO_STREAM, TOO_FEW, POLICY_DONE, GROUP_DEADLINE = "no_stream", "too_few", "policy_done", "group_deadline"
 _METRICS = json_decoder(dict[str, float])

@@ -24,7 +24,7 @@ from rillflow.dataflow.ledger.playing import Playing
 from rillflow.dataflow.ledger.tables import NEWEST, Task
 from rillflow.errors import BadRequest
 from rillflow.types import Row, UnitInfo
-from rillflow.types.decoding import json_decoder
+from rillflow.types.base import json_decoder
 
 # ---------------------------------------------------------------- segments
 

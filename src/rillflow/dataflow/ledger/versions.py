@@ -17,7 +17,7 @@ from rillflow.dataflow.ledger.database import Base, Part
 from rillflow.dataflow.ledger.tables import Policy, StepRow
 from rillflow.errors import BadRequest, ConfigError, LeaseLost
 from rillflow.types import CommitBatch, JoinTrainer, TrainerJoined
-from rillflow.types.decoding import json_decoder
+from rillflow.types.base import json_decoder
 
 
 class Lineage(Part):

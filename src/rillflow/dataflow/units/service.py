@@ -27,8 +27,7 @@ from rillflow.dataflow.units.files import FileUnit
 from rillflow.dataflow.units.redis import RedisUnit
 from rillflow.errors import BadRequest, RillflowError, RunError
 from rillflow.types import GetRows, PutRows, RowsGot, RowsPut, UnitBeat, UnitBeatReply, UnitInfo
-from rillflow.types.route import BYTES
-from rillflow.types.routes import Dataflow, StorageUnits
+from rillflow.types.routes import BYTES, Dataflow, StorageUnits
 from rillflow.wire import Client, Service
 from rillflow.wire.messages import Request, Response
 from rillflow.wire.tokens import Keyring

@@ -38,7 +38,7 @@ from rillflow.engine.sglang import server
 from rillflow.engine.sglang.server import Chunk, Outcome, generate_body, loader_body, probe_body, score_body
 from rillflow.errors import EngineError, EngineLost
 from rillflow.types import FinishReason, GenerateRequest, Sampling
-from rillflow.types.decoding import json_decoder
+from rillflow.types.base import json_decoder
 from rillflow.weights.models import DTYPES
 
 _T = TypeVar("_T")

@@ -30,8 +30,8 @@ from rillflow.engine.remote import RemoteEngine
 from rillflow.errors import BadRequest, RillflowError
 from rillflow.gateway.routes import EngineControlRoutes, HoldEngines, ReleaseEngines
 from rillflow.gateway.sampling.pool import Fleet
-from rillflow.types.decoding import json_decoder
-from rillflow.types.route import JSON
+from rillflow.types.base import json_decoder
+from rillflow.types.routes import JSON
 from rillflow.wire import Service
 from rillflow.wire.messages import Request, Response
 

@@ -23,7 +23,7 @@ import psutil
 
 from rillflow.errors import CorruptData, RunError
 from rillflow.storage import disk_errors, write_atomic
-from rillflow.types.decoding import json_decoder
+from rillflow.types.base import json_decoder
 
 
 class Kept(msgspec.Struct, forbid_unknown_fields=True):

@@ -15,7 +15,7 @@ import msgspec
 
 from rillflow.errors import CorruptData
 from rillflow.storage import disk_errors, write_atomic
-from rillflow.types.decoding import json_decoder
+from rillflow.types.base import json_decoder
 
 FORMAT = 1
 Action = Literal["begin", "grow", "shrink", "hold", "start", "joined", "failed", "stopped", "died", "refused"]

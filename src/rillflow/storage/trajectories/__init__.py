@@ -11,8 +11,7 @@ from rillflow.storage.trajectories.format import (
     described,
     encode_body,
 )
-from rillflow.storage.trajectories.reader import Trajectories
-from rillflow.storage.trajectories.store import LEAST_BYTES, Bounds, TrajectoryStore
+from rillflow.storage.trajectories.store import LEAST_BYTES, Bounds, Trajectories, TrajectoryStore
 
 __all__ = [
     "FILE",

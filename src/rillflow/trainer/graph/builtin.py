@@ -16,7 +16,7 @@ from typing import Literal
 from rillflow.config import NodeConfig, TrainerConfig
 from rillflow.errors import GraphError
 from rillflow.trainer.batches import REFERENCE, SCORE
-from rillflow.trainer.graph.functions.advantages import advantage_function
+from rillflow.trainer.graph.functions.rows import advantage_function
 from rillflow.trainer.graph.nodes import REGISTRY, Node, Registry, make_node
 from rillflow.trainer.graph.planner import STATISTICS, Chain, check_staged, plan
 

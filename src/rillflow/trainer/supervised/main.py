@@ -24,7 +24,7 @@ from rillflow.trainer.parallel.peers import Peers
 from rillflow.trainer.process import prepare_torch, stops_on_signal
 from rillflow.trainer.supervised.examples import Examples, read_examples
 from rillflow.trainer.supervised.fit import Fit, Progress, Trained, assemble
-from rillflow.trainer.supervised.quality import quality_of
+from rillflow.trainer.supervised.reward_model import quality_of
 from rillflow.trainer.supervised.texts import Writer
 from rillflow.weights.model_folder import FILE, Quality, RewardFacts
 from rillflow.weights.models import fill_model, load_policy_model, load_scalar_model, new_folder, save_model

@@ -34,7 +34,7 @@ from rillflow import kernels
 from rillflow.contracts import Change
 from rillflow.errors import CorruptData
 from rillflow.kernels.delta.format import Encoded, opened
-from rillflow.types.decoding import msgpack_decoder
+from rillflow.types.base import msgpack_decoder
 from rillflow.weights import delta
 
 _START = struct.Struct("<4sI")

@@ -22,7 +22,7 @@ import msgspec
 
 from rillflow.errors import CorruptData, DiskFull
 from rillflow.storage import disk_errors, file_hash, fsync_folder
-from rillflow.types.decoding import json_decoder
+from rillflow.types.base import json_decoder
 from rillflow.weights.sealed import FileFacts
 
 Span = tuple[int, int]

@@ -27,7 +27,7 @@ from rillflow.errors import (
     WireError,
     from_body,
 )
-from rillflow.types.decoding import msgpack_decoder
+from rillflow.types.base import msgpack_decoder
 
 log = logging.getLogger(__name__)
 

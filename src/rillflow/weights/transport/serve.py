@@ -30,7 +30,7 @@ from prometheus_client import Counter
 
 from rillflow.contracts import Clock, SystemClock
 from rillflow.errors import BadRequest, CorruptData, StorageError, WireError
-from rillflow.types.route import BYTES, JSON, raw
+from rillflow.types.routes import BYTES, JSON, raw
 from rillflow.weights.manifest import HEAD, folder_name
 from rillflow.weights.sealed import MANIFEST
 from rillflow.wire import Service

@@ -13,7 +13,7 @@ from rillflow.config import load_recipe
 from rillflow.errors import ToolError
 from rillflow.examples import tally
 from rillflow.examples.stockroom import BOXES, ITEMS
-from rillflow.examples.tally_lessons import PROMPTS, demonstrations
+from rillflow.examples.tally import PROMPTS, demonstrations
 
 ACTIONS = ["think", "search", "code", "weigh", "guess", "answer"]
 

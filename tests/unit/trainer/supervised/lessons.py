@@ -35,7 +35,7 @@ def writer() -> Writer:
 
 def fit_recipe(task: str, count: int = 12, **changes: Any) -> FitRecipe:
     def source(split: str) -> dict[str, Any]:
-        place = f"rillflow.examples.stockroom_lessons:{GENERATORS[task]}"
+        place = f"rillflow.examples.stockroom:{GENERATORS[task]}"
         return {"generator": place, "arguments": {"split": split, "count": count, "seed": 1}}
 
     data = {"train": source("train"), "heldout": source("heldout"), **changes.pop("data", {})}

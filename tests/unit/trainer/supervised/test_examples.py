@@ -9,7 +9,7 @@ import pytest
 from lessons import Listed, examples_of, fit_recipe, writer
 
 from rillflow.errors import DataError
-from rillflow.examples import stockroom, stockroom_lessons
+from rillflow.examples import stockroom
 from rillflow.trainer.supervised.examples import read_examples
 
 USER = {"role": "user", "content": "How many?"}
@@ -88,15 +88,15 @@ def test_a_share_without_rows_has_the_same_columns() -> None:
 
 
 def test_train_on_last_trains_less() -> None:
-    rows = [next(iter(stockroom_lessons.demonstrations("train", 1, 0)))["payload"]]
+    rows = [next(iter(stockroom.demonstrations("train", 1, 0)))["payload"]]
     everything, last = (examples_of(rows, "sft", train_on=how).take([0]) for how in ("all", "last"))
     assert np.array_equal(everything["tokens_N"], last["tokens_N"])
     assert last["mask_N"].sum() < everything["mask_N"].sum()
 
 
 def test_lessons_say_what_the_stockroom_says() -> None:
-    graded = list(stockroom_lessons.graded_steps("train", 60, 3))
-    assert graded == list(stockroom_lessons.graded_steps("train", 60, 3))
+    graded = list(stockroom.graded_steps("train", 60, 3))
+    assert graded == list(stockroom.graded_steps("train", 60, 3))
     prompts = [prompt["payload"] for prompt in stockroom.prompts("train", 60, 3)]
     for prompt, row in zip(prompts, graded, strict=True):
         answer = row["payload"]["steps"][-1]
@@ -111,7 +111,7 @@ def test_lessons_say_what_the_stockroom_says() -> None:
 
 def test_rejected_plays_are_wrong() -> None:
     prompts = stockroom.prompts("heldout", 40, 5)
-    for prompt, row in zip(prompts, stockroom_lessons.comparisons("heldout", 40, 5), strict=True):
+    for prompt, row in zip(prompts, stockroom.comparisons("heldout", 40, 5), strict=True):
         chosen, rejected = (row["payload"][name][-1]["content"] for name in ("chosen", "rejected"))
         assert stockroom.reward(prompt["payload"], chosen) == 1.0
         assert stockroom.reward(prompt["payload"], rejected) == 0.0

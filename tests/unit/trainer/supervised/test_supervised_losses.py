@@ -11,20 +11,20 @@ from lessons import Listed, fit_recipe, writer
 from torch.nn import functional
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
-from rillflow.examples import stockroom_lessons
+from rillflow.examples import stockroom
 from rillflow.trainer.batches import Databuffer
 from rillflow.trainer.parallel.peers import Alone
 from rillflow.trainer.supervised.examples import Examples, read_examples
 from rillflow.trainer.supervised.functions import evaluate, pair_losses, pair_slopes, step_losses
 from rillflow.trainer.supervised.main import Trained, assemble
-from rillflow.trainer.supervised.quality import area_under_curve, calibration_error, correlation, ranking_of
+from rillflow.trainer.supervised.reward_model import area_under_curve, calibration_error, correlation, ranking_of
 from rillflow.weights.model_folder import model_folder
 
 CPU = torch.device("cpu")
 ROWS = {
-    "sft": stockroom_lessons.demonstrations,
-    "reward": stockroom_lessons.comparisons,
-    "process_reward": stockroom_lessons.graded_steps,
+    "sft": stockroom.demonstrations,
+    "reward": stockroom.comparisons,
+    "process_reward": stockroom.graded_steps,
 }
 Gradients = dict[str, torch.Tensor]
 

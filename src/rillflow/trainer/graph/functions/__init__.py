@@ -1,17 +1,18 @@
 """The functions of the built-in graphs. Importing this package registers them.
 
-rows        fetch and generate; scores of models; rewards before they become advantages
-advantages  from rewards and the statistics of groups, or from a critic's values (GAE)
+rows        fetch and generate; scores of models; rewards; advantages from them, or from a critic's values (GAE)
 train       the actor's and the critic's objectives
 """
 
 from __future__ import annotations
 
-from rillflow.trainer.graph.functions.advantages import advantages, batch_advantages, gae
 from rillflow.trainer.graph.functions.rows import (
     actor_logprobs,
+    advantages,
+    batch_advantages,
     critic_values,
     fetch,
+    gae,
     generate,
     group_statistics,
     kl_reward,

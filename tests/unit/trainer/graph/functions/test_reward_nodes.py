@@ -16,8 +16,15 @@ from rillflow.config import TrainerConfig
 from rillflow.errors import ConfigError
 from rillflow.trainer.algorithms import ALGORITHMS
 from rillflow.trainer.batches import TRAINED_COLUMNS, Databuffer, Rows, columns_of, make_rows
-from rillflow.trainer.graph.functions.advantages import advantage_function, advantages, batch_advantages, gae
-from rillflow.trainer.graph.functions.rows import fetch, group_statistics, punish_overlong
+from rillflow.trainer.graph.functions.rows import (
+    advantage_function,
+    advantages,
+    batch_advantages,
+    fetch,
+    gae,
+    group_statistics,
+    punish_overlong,
+)
 from rillflow.trainer.graph.worker import Step
 from rillflow.trainer.parallel.peers import Alone, Peers
 
