@@ -23,7 +23,7 @@ from typing import NamedTuple
 
 from bench.common import Report, parser
 from rillflow.agents.sandbox import Check, Sandbox, SandboxConfig
-from rillflow.agents.sandbox.bubblewrap import base_python
+from rillflow.agents.sandbox.isolation import base_python
 from rillflow.dataflow.sources.benchmarks import data_folder
 
 GOAL_OVERHEAD, GOAL_RATE = 25.0, 40.0

@@ -33,9 +33,8 @@ from bench.common import Report, interleave, parser
 from bench.delta_formats import FORMATS, Bits, frame
 from bench.delta_formats.entropy import bound
 from bench.weights_train import RATES, WARM, Folder, Weights
-from rillflow.weights import delta
-from rillflow.weights.delta import delta_file
-from rillflow.weights.delta.delta_file import Part, changes_of, joined, piece_of, runs
+from rillflow.weights import delta, delta_file
+from rillflow.weights.delta_file import Part, changes_of, joined, piece_of, runs
 from rillflow.weights.fingerprint import fingerprint, moved
 from rillflow.weights.previous import Previous
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 
 from rillflow.trainer.fused import compile_ahead
-from rillflow.weights.delta.tensors import Ahead
+from rillflow.weights.delta import Ahead
 
 CPU = torch.device("cpu")
 

@@ -57,7 +57,7 @@ def load_kernels() -> None:
     import torch
 
     from rillflow.trainer.fused import compile_ahead
-    from rillflow.weights.delta.tensors import Ahead
+    from rillflow.weights.delta import Ahead
 
     torch.set_num_threads(1)  # a fork has none of the other threads
     compile_ahead().join()

@@ -28,7 +28,7 @@ from rillflow.trainer.checkpoint import Checkpoints
 from rillflow.trainer.loop import TrainerLoop
 from rillflow.trainer.remote_stream import RemoteStream
 from rillflow.weights import FolderStore, sealed
-from rillflow.weights.delta.tensors import apply, encode
+from rillflow.weights.delta import apply, encode
 
 
 class Death:

@@ -12,7 +12,7 @@ import torch
 
 from commands import Cli, processes_of, steps_of, wait_until
 from rillflow.weights import FolderStore
-from rillflow.weights.delta.tensors import Ahead
+from rillflow.weights.delta import Ahead
 from rillflow.weights.manifest import folder_name
 
 STEPS = 4

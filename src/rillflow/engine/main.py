@@ -20,7 +20,7 @@ from rillflow.engine.service import EngineService
 from rillflow.errors import RillflowError, RunError
 from rillflow.storage import startup
 from rillflow.storage.spans import open_spans
-from rillflow.weights.delta.tensors import Ahead
+from rillflow.weights.delta import Ahead
 from rillflow.weights.models import DTYPES, pick_device
 from rillflow.weights.refresh import troubles
 from rillflow.wire.blocking import keep_what_is_there

@@ -40,7 +40,7 @@ from rillflow.trainer.process import StepProfiler, prepare_torch, stops_on_signa
 from rillflow.trainer.remote_stream import RemoteStream
 from rillflow.trainer.stream import RankStream, Stream
 from rillflow.weights import FolderStore
-from rillflow.weights.delta.tensors import Ahead
+from rillflow.weights.delta import Ahead
 from rillflow.weights.manifest import key_of
 from rillflow.weights.models import DTYPES
 from rillflow.weights.transport.serve import FolderShelf, WeightService

@@ -30,9 +30,8 @@ from rillflow.errors import CorruptData, RillflowError, WeightsError
 from rillflow.trainer.background import DEADLINE, BackgroundWriter, HostCopy, collect, hand_in
 from rillflow.trainer.parallel.peers import Peers
 from rillflow.trainer.parallel.sharding import Shards
-from rillflow.weights import FolderStore, sealed
+from rillflow.weights import FolderStore, delta_file, sealed
 from rillflow.weights.codec import Adapter, encode, unique
-from rillflow.weights.delta import delta_file
 from rillflow.weights.manifest import DELTA, VersionManifest, as_hexadecimal
 from rillflow.weights.previous import Difference, Previous, sums_of
 from rillflow.weights.sealed import FileFacts
@@ -41,7 +40,7 @@ from rillflow.weights.store import Publication
 if TYPE_CHECKING:
     from rillflow.contracts import Tensors
     from rillflow.types import Probe
-    from rillflow.weights.delta.delta_file import Part
+    from rillflow.weights.delta_file import Part
 
 
 log = logging.getLogger(__name__)

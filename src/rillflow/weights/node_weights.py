@@ -23,7 +23,7 @@ from rillflow.weights.manifest import TensorFacts, VersionManifest
 
 if TYPE_CHECKING:
     from rillflow.contracts import Tensors
-    from rillflow.weights.delta.delta_file import Piece
+    from rillflow.weights.delta_file import Piece
 
 # Modules that compute on weights are imported lazily: their compiler takes long to load.
 
@@ -103,7 +103,7 @@ class NodeWeights:
     # ------------------------------------------------------------ one step
 
     def _take(self, step: Step) -> dict[str, list[Change]]:
-        from rillflow.weights.delta import delta_file
+        from rillflow.weights import delta_file
 
         manifest = step.manifest
         self._check(manifest)
@@ -137,7 +137,7 @@ class NodeWeights:
 
     def _moved(self, piece: Piece) -> dict[str, _Moved]:
         """Return the change of each tensor by a piece, without changing the tensors."""
-        from rillflow.weights.delta.delta_file import changes_of
+        from rillflow.weights.delta_file import changes_of
         from rillflow.weights.fingerprint import moved
 
         changes = changes_of(piece, self._flat, self.fingerprints)

@@ -12,8 +12,8 @@ from typing import NamedTuple
 
 import torch
 
-from rillflow.weights.delta import DTYPES
-from rillflow.weights.delta.delta_file import RUN, WORD, Made, Part, Piece, joined, piece_of, pieces_on_device, runs
+from rillflow.kernels.delta.format import DTYPES
+from rillflow.weights.delta_file import RUN, WORD, Made, Part, Piece, joined, piece_of, pieces_on_device, runs
 from rillflow.weights.fingerprint import fingerprints, plain
 
 Parts = Mapping[Part, torch.Tensor]

@@ -38,7 +38,7 @@ from rillflow.weights.route import kept_versions, route
 if TYPE_CHECKING:
     from rillflow.contracts import Tensors
     from rillflow.types import Probe
-    from rillflow.weights.delta.delta_file import Part
+    from rillflow.weights.delta_file import Part
     from rillflow.weights.previous import Difference, Previous
 
 log = logging.getLogger(__name__)
@@ -313,7 +313,7 @@ def _previous() -> Previous:
 
 
 def _parts(tensors: Tensors) -> dict[Part, torch.Tensor]:
-    from rillflow.weights.delta.delta_file import Part
+    from rillflow.weights.delta_file import Part
 
     return {Part(name, 0, tensor.numel()): tensor.detach().contiguous() for name, tensor in tensors.items()}
 
@@ -326,7 +326,7 @@ def _files(
     tensors: Tensors, found: Difference | None, adapter: AdapterFacts | None, *, whole: bool
 ) -> Iterator[tuple[str, sealed.Content]]:
     if found is not None:
-        from rillflow.weights.delta import delta_file
+        from rillflow.weights import delta_file
 
         yield f"{DELTA}.rfd", delta_file.write(found.pieces)
     if whole:

@@ -66,10 +66,10 @@ def test_weights_of_any_number_and_share(seed: int, count: int, share: float) ->
 
 def test_many_segments_are_decoded_batch_by_batch(monkeypatch: pytest.MonkeyPatch) -> None:
     """Segments of several deltas share a batch, and a delta may go on in the next one."""
-    from rillflow.weights.delta import tensors
+    from rillflow.weights import delta
 
-    monkeypatch.setattr(tensors, "_SPARSE_LOG2", 12)
-    monkeypatch.setattr(tensors, "_DENSE_LOG2", 12)
+    monkeypatch.setattr(delta, "_SPARSE_LOG2", 12)
+    monkeypatch.setattr(delta, "_DENSE_LOG2", 12)
     monkeypatch.setattr(rillflow_delta, "_BATCH", 3 << 12)
     pairs = [pair(torch.bfloat16, count, 0.1, seed) for seed, count in enumerate((9000, 100, 20_000, 4096))]
     pairs[2][1][:4096] = torch.randn(4096).bfloat16()  # a raw segment

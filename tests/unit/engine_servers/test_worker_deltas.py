@@ -19,8 +19,8 @@ from rillflow.engine.servers.inside.rillflow_weights import RillflowWorker
 from rillflow.engine.servers.updates import DeltaUpdate
 from rillflow.engine.vllm import VllmEngine
 from rillflow.errors import EngineError, WeightsError
-from rillflow.weights.delta import delta_file
-from rillflow.weights.delta.delta_file import Part, piece_of
+from rillflow.weights import delta_file
+from rillflow.weights.delta_file import Part, piece_of
 from rillflow.weights.fingerprint import fingerprint
 from rillflow.weights.store import FolderStore
 

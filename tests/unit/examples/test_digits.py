@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 
-from rillflow.agents.workflows.coding import CASES, written_cases
-from rillflow.agents.workflows.solver_selector import choice_of
+from rillflow.agents.workflows.coding import CASES, choice_of, written_cases
 from rillflow.agents.workflows.solver_verifier import verdict_of
 from rillflow.config.load import load_recipe
 from rillflow.examples import digits, formulas, pairs

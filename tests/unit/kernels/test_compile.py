@@ -15,8 +15,7 @@ from numba.extending import is_jitted
 from rillflow.kernels import compile as module
 from rillflow.kernels.compile import compiled, digest, one_compiles
 from rillflow.kernels.delta import bit_streams, classes, reading, words, writing
-from rillflow.weights.delta import decode, encode
-from rillflow.weights.delta.tensors import Ahead
+from rillflow.weights.delta import Ahead, decode, encode
 
 KERNEL = """
 from rillflow.kernels import compile

@@ -14,7 +14,8 @@ from bench.delta_formats.entropy import bound
 from rillflow import kernels
 from rillflow.errors import ConfigError, WeightsError
 from rillflow.kernels.delta import format, reading, reference, words, writing
-from rillflow.weights.delta import apply, apply_, decode, encode, tensors
+from rillflow.weights import delta
+from rillflow.weights.delta import apply, apply_, decode, encode
 from rillflow.weights.fingerprint import bits_of as numbers_of
 from rillflow.weights.fingerprint import fingerprint, moved
 from soak import repetitions
@@ -149,7 +150,7 @@ def test_what_does_not_compress_goes_raw() -> None:
 
 @pytest.mark.parametrize("threads", [1, 2, 3])
 def test_several_segments(monkeypatch: pytest.MonkeyPatch, threads: int) -> None:
-    monkeypatch.setattr(tensors, "_SPARSE_LOG2", 12)
+    monkeypatch.setattr(delta, "_SPARSE_LOG2", 12)
     monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
     for dtype in DTYPES:
         base, new = sparse_pair(7 * 4096 + 5, dtype)

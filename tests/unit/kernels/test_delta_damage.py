@@ -13,7 +13,8 @@ from delta_helpers import DTYPES, bits_of, sparse_pair
 
 from rillflow.errors import CorruptData, RillflowError, WeightsError
 from rillflow.kernels.delta import format
-from rillflow.weights.delta import apply, apply_, decode, encode, tensors
+from rillflow.weights import delta
+from rillflow.weights.delta import apply, apply_, decode, encode
 from rillflow.weights.fingerprint import fingerprint, moved
 
 HEADER = 30
@@ -175,7 +176,7 @@ def test_random_bodies_under_a_right_checksum(dtype: torch.dtype) -> None:
 
 
 def test_swapped_segments(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tensors, "_SPARSE_LOG2", 12)
+    monkeypatch.setattr(delta, "_SPARSE_LOG2", 12)
     base, new = sparse_pair(3 * 4096)
     made = encode(base, new)
     header, body = format.opened(made.data)

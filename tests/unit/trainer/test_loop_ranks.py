@@ -22,7 +22,7 @@ from rillflow.trainer.parallel.sharding import Shards
 from rillflow.types import Batch, BatchReply, KeptTokens, TrainerJoined
 from rillflow.weights import FolderStore
 from rillflow.weights.codec import tensor_facts
-from rillflow.weights.delta.delta_file import Part
+from rillflow.weights.delta_file import Part
 
 
 class RankLedger:

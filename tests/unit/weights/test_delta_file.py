@@ -13,9 +13,8 @@ import torch
 
 from rillflow.contracts import Change
 from rillflow.errors import CorruptData, WeightsError
-from rillflow.weights import delta
-from rillflow.weights.delta import delta_file
-from rillflow.weights.delta.delta_file import Part, Piece, can_begin, changes_of, joined, piece_of
+from rillflow.weights import delta, delta_file
+from rillflow.weights.delta_file import Part, Piece, can_begin, changes_of, joined, piece_of
 from rillflow.weights.fingerprint import fingerprint
 
 PIECES = [

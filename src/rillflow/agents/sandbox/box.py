@@ -17,7 +17,7 @@ import tempfile
 from contextlib import suppress
 from typing import IO, Any
 
-from rillflow.agents.sandbox import bubblewrap, seccomp
+from rillflow.agents.sandbox import isolation
 from rillflow.agents.sandbox.inside.values import HEAD, NotPlain, pack, unpack
 from rillflow.agents.sandbox.interface import SandboxConfig
 from rillflow.errors import SandboxError
@@ -49,7 +49,7 @@ class Cell:
             self._end()
             said = self._said() or "no reason given"
             self._errors.close()
-            raise SandboxError(f"the sandbox does not start: {said}", bubblewrap.INSTALL)
+            raise SandboxError(f"the sandbox does not start: {said}", isolation.INSTALL)
 
     @property
     def alive(self) -> bool:
@@ -88,11 +88,11 @@ def _settings(config: SandboxConfig) -> dict[str, Any]:
     disk = config.disk * _MIB
     return {
         "isolation": config.isolation,
-        "home": bubblewrap.HOME if walled else str(bubblewrap.INSIDE.parent),
-        "paths": [bubblewrap.PACKAGES] if walled else [],
+        "home": isolation.HOME if walled else str(isolation.INSIDE.parent),
+        "paths": [isolation.PACKAGES] if walled else [],
         "packages": list(config.packages) if walled else [],
         "limits": {"memory": config.memory * _MIB, "processes": config.processes, "disk": disk},
-        "filter": seccomp.program() if walled else b"",
+        "filter": isolation.program() if walled else b"",
     }
 
 
@@ -101,13 +101,13 @@ def _start(config: SandboxConfig, control: socket.socket, errors: IO[bytes]) -> 
     if config.isolation == "process":
         if config.packages:
             raise SandboxError("`packages` needs the isolation bubblewrap", "leave `packages` out")
-        line = bubblewrap.python_command(str(bubblewrap.INSIDE.parent), number)
+        line = isolation.python_command(str(isolation.INSIDE.parent), number)
         return _spawn(line, (number,), errors)
     program = os.memfd_create("filter")
     try:
-        os.write(program, seccomp.program(building=True))
+        os.write(program, isolation.program(building=True))
         os.lseek(program, 0, os.SEEK_SET)
-        return _spawn(bubblewrap.command(config.packages, number, program), (number, program), errors)
+        return _spawn(isolation.command(config.packages, number, program), (number, program), errors)
     finally:
         os.close(program)
 
@@ -120,12 +120,12 @@ def _spawn(line: list[str], descriptors: tuple[int, ...], errors: IO[bytes]) -> 
             stdout=subprocess.DEVNULL,
             stderr=errors,
             pass_fds=descriptors,
-            env=bubblewrap.environment(),
+            env=isolation.environment(),
             cwd="/",
             start_new_session=True,
         )
     except OSError as error:
-        raise SandboxError(f"the sandbox does not start: {error}", bubblewrap.INSTALL) from None
+        raise SandboxError(f"the sandbox does not start: {error}", isolation.INSTALL) from None
 
 
 _GRACE = 30.0  # seconds for what takes milliseconds, on a busy machine

@@ -23,8 +23,7 @@ import torch
 from rillflow.contracts import Change, Deltas
 from rillflow.engine.servers.facts import ModelFacts, Tainted, verify
 from rillflow.errors import EngineError, EngineLost, WeightsError
-from rillflow.weights import codec
-from rillflow.weights.delta import delta_file
+from rillflow.weights import codec, delta_file
 from rillflow.weights.fingerprint import fingerprint
 
 _SHARED_MEMORY = Path("/dev/shm")

@@ -25,7 +25,7 @@ from rillflow.config import TrainerConfig
 from rillflow.errors import ConfigError
 from rillflow.trainer.parallel.peers import Peers, share
 from rillflow.weights.codec import tensor_facts
-from rillflow.weights.delta.delta_file import Part, can_begin
+from rillflow.weights.delta_file import Part, can_begin
 from rillflow.weights.manifest import TensorFacts
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ import pytest
 
 from bench.sandbox import bwrap_line
 from rillflow.agents.sandbox import Sandbox, SandboxConfig
-from rillflow.agents.sandbox.bubblewrap import base_python
+from rillflow.agents.sandbox.isolation import base_python
 
 pytestmark = pytest.mark.needs("bubblewrap")
 

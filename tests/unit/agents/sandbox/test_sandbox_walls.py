@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from rillflow.agents.sandbox import Sandbox, SandboxConfig
-from rillflow.agents.sandbox.seccomp import MACHINES
+from rillflow.agents.sandbox.isolation import MACHINES
 from rillflow.errors import SandboxError
 
 _LIBC = """

@@ -7,8 +7,8 @@ import struct
 
 import pytest
 
-from rillflow.agents.sandbox import seccomp
-from rillflow.agents.sandbox.seccomp import MACHINES
+from rillflow.agents.sandbox import isolation
+from rillflow.agents.sandbox.isolation import MACHINES
 from rillflow.errors import SandboxError
 
 ALLOW, KILL = 0x7FFF0000, 0x80000000
@@ -43,7 +43,7 @@ def name(request: pytest.FixtureRequest) -> str:
 
 
 def test_the_listed_calls_are_refused_and_others_are_not(name: str) -> None:
-    machine, program = MACHINES[name], seccomp.program(machine=name)
+    machine, program = MACHINES[name], isolation.program(machine=name)
     for call, number in machine.calls.items():
         assert answer(program, machine.architecture, number) == refused(errno.EPERM), call
     assert answer(program, machine.architecture, _READ[name]) == ALLOW
@@ -53,19 +53,19 @@ def test_the_listed_calls_are_refused_and_others_are_not(name: str) -> None:
 
 
 def test_calls_of_another_machine_end_the_process(name: str) -> None:
-    program = seccomp.program(machine=name)
+    program = isolation.program(machine=name)
     for other in (0x40000003, 0xC000003E, 0xC00000B7, 0x40000028):
         if other != MACHINES[name].architecture:
             assert answer(program, other, _READ[name]) == KILL
 
 
 def test_the_short_numbers_of_x32_are_no_way_around() -> None:
-    machine, program = MACHINES["x86_64"], seccomp.program(machine="x86_64")
+    machine, program = MACHINES["x86_64"], isolation.program(machine="x86_64")
     assert answer(program, machine.architecture, 0x40000000 | machine.calls["ptrace"]) == refused(errno.ENOSYS)
 
 
 def test_arguments_are_looked_at(name: str) -> None:
-    machine, program = MACHINES[name], seccomp.program(machine=name)
+    machine, program = MACHINES[name], isolation.program(machine=name)
 
     def ask(number: int, first: int = 0, second: int = 0) -> int:
         return answer(program, machine.architecture, number, first, second)
@@ -79,7 +79,7 @@ def test_arguments_are_looked_at(name: str) -> None:
 
 
 def test_what_builds_the_walls_may_build_and_nothing_else(name: str) -> None:
-    machine, program = MACHINES[name], seccomp.program(building=True, machine=name)
+    machine, program = MACHINES[name], isolation.program(building=True, machine=name)
     allowed = {call for call, number in machine.calls.items() if answer(program, machine.architecture, number) == ALLOW}
     assert allowed == {"unshare", "mount", "sethostname"}
     assert answer(program, machine.architecture, machine.clone, _NEW_USER) == ALLOW
@@ -88,4 +88,4 @@ def test_what_builds_the_walls_may_build_and_nothing_else(name: str) -> None:
 
 def test_a_machine_without_numbers_is_refused() -> None:
     with pytest.raises(SandboxError, match="riscv64"):
-        seccomp.program(machine="riscv64")
+        isolation.program(machine="riscv64")

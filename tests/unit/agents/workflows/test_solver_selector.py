@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from rillflow.agents.workflows.solver_selector import choice_of, play, worth_of_choice
+from rillflow.agents.workflows.coding import choice_of, play_selector, worth_of_choice
 from team_play import in_turn, play_team
 
 PAYLOAD: dict[str, Any] = {
@@ -32,7 +32,7 @@ async def test_each_answer_has_its_own_reward(
     programs: list[str], choice: str, selector: float, trajectory: float
 ) -> None:
     policies = {"solver": in_turn(programs), "selector": in_turn([choice])}
-    episode = await play_team(play, PAYLOAD, policies)
+    episode = await play_team(play_selector, PAYLOAD, policies)
     assert episode.of("solver") == [float(program == RIGHT) for program in programs]
     assert episode.of("selector") == [selector]
     assert episode.rewards == {"solver": trajectory, "selector": selector}

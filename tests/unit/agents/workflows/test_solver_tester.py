@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 
 from rillflow.agents.sandbox import Cases, Pairs
-from rillflow.agents.workflows.coding import feedback, reference_of, written_cases
-from rillflow.agents.workflows.solver_tester import play, worth_of_cases
+from rillflow.agents.workflows.coding import feedback, play_tester, reference_of, worth_of_cases, written_cases
 from rillflow.errors import WorkflowError
 from team_play import TeamPlayed, in_turn, play_team
 
@@ -31,7 +30,7 @@ INVALID = cases(("f(1)", "2"), ("f(2)", "4"))
 
 
 async def played(solver: list[str], tester: str) -> TeamPlayed:
-    return await play_team(play, PAYLOAD, {"solver": in_turn(solver), "tester": in_turn([tester])})
+    return await play_team(play_tester, PAYLOAD, {"solver": in_turn(solver), "tester": in_turn([tester])})
 
 
 @pytest.mark.needs("bubblewrap")
@@ -61,7 +60,7 @@ async def test_each_answer_has_its_own_reward(
 async def test_without_a_reference_nothing_can_be_judged() -> None:
     payload = {"question": "?", "test_list": ["assert f(1) == 2"]}
     with pytest.raises(WorkflowError, match="no reference"):
-        await play_team(play, payload, {"solver": in_turn([RIGHT])})
+        await play_team(play_tester, payload, {"solver": in_turn([RIGHT])})
 
 
 def test_references() -> None:

@@ -16,9 +16,8 @@ from rillflow.contracts import Change
 from rillflow.engine.servers.inside.rillflow_delta import Piece, apply_all
 from rillflow.errors import CorruptData
 from rillflow.kernels.delta.format import CODED, RAW, SAME, opened, segments
-from rillflow.weights import delta, previous
-from rillflow.weights.delta import delta_file
-from rillflow.weights.delta.delta_file import Part
+from rillflow.weights import delta, delta_file, previous
+from rillflow.weights.delta_file import Part
 from rillflow.weights.fingerprint import fingerprint
 
 require("triton")
