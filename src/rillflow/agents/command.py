@@ -5,7 +5,7 @@ file and the prompt's payload on standard input. Its result is its exit code, th
 `RILLFLOW_ANSWER`.
 
 Invariants: the processes of an episode are one process group, which is killed when the episode ends, at its deadline
-and when the node dies. Of the node's environment the program gets only the variables in `PASSED` and those of the
+and when the node dies. The program gets only the variables in `PASSED` of the node's environment, and those of the
 recipe. A program that writes without end fills neither memory nor disk. Each episode has its own home folder, so that
 no client cache answers one episode with the text of another.
 
@@ -124,7 +124,7 @@ class CommandAgent:
 
 
 def words_of(config: CommandConfig) -> list[str]:
-    """Return the words of the command; ConfigError if there is no such program."""
+    """Return the words of the command; ConfigError if the program does not exist."""
     try:
         words = shlex.split(config.run)
     except ValueError as error:

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
 
 class MemoryOptions(Section):
-    """What is known of earlier episodes, in Qdrant: its local mode here, or a server."""
+    """The memory of earlier episodes, in Qdrant: its local mode in this process, or a server."""
 
     url: str | None = Field(None, description="of a Qdrant server (key in QDRANT_API_KEY); default: in this process")
     journal: str | None = Field(None, description="JSONL file from which the local store is filled again at a start")
@@ -51,26 +51,26 @@ class MemoryOptions(Section):
 
 
 class Memory(Protocol):
-    """Of one episode, whose question `begin` tells. Nothing in it raises for what a model wrote."""
+    """The memory of one episode. Its methods never raise for what a model wrote."""
 
     async def begin(self, question: str) -> None:
-        """Look up what is known about a question like this one."""
+        """Begin an episode: look up earlier episodes with similar questions."""
 
     def note(self, action: str, action_input: str, result: str) -> None:
-        """One step that was taken."""
+        """Add one step that was taken."""
 
     def text(self) -> str:
-        """The running state; empty before the first step where nothing was known before."""
+        """Return the state as text; empty before the first step if nothing was recalled."""
 
     def copy(self) -> Memory:
         """Return a memory of the same state, to play on from it in another way."""
 
     async def end(self, answer: str | None) -> None:
-        """The episode is over; `answer` is None where the agent found none by itself."""
+        """End the episode; `answer` is None if the agent did not answer."""
 
 
 class TaskMemory:
-    """Only what happened in this episode, the last `steps` of it, each result cut to `longest` characters."""
+    """The last `steps` steps of this episode, each result cut to `longest` characters."""
 
     def __init__(self, *, steps: int = 16, longest: int = 1000) -> None:
         self._steps = steps
@@ -92,7 +92,7 @@ class TaskMemory:
         return made
 
     async def end(self, answer: str | None) -> None:
-        """Nothing outlives the task."""
+        """Do nothing: this memory ends with its task."""
 
 
 def _cut(text: str, longest: int) -> str:
@@ -106,7 +106,7 @@ _SPACE = uuid.UUID("6f1d5c5e-0c0a-5b4e-9a50-8f6f6d3a7f11")  # of the names of ep
 
 
 class Remembered(msgspec.Struct, frozen=True):
-    """What is kept of an episode."""
+    """The record of one episode."""
 
     question: str
     plan: list[str]
@@ -118,7 +118,7 @@ class Remembered(msgspec.Struct, frozen=True):
 
 
 class EpisodeStore:
-    """One for a process. Several processes may share a server, never a journal."""
+    """The store of one process. Several processes may share a server, never a journal."""
 
     def __init__(
         self, embedder: Embedder, *, url: str | None, journal: Path | None, collection: str, most: int
@@ -143,7 +143,7 @@ class EpisodeStore:
             self._replay(journal)
 
     def recall(self, question: str, count: int, least: float) -> list[Remembered]:
-        """The episodes whose questions are nearest, best first; none whose cosine is below `least`."""
+        """Return the episodes with the nearest questions, best first, without those whose cosine is below `least`."""
         (vector,) = self._embedder.encode([question])
         with self._lock:
             found = self._client.query_points(
@@ -152,7 +152,7 @@ class EpisodeStore:
         return [msgspec.convert(point.payload, Remembered) for point in found]
 
     def remember(self, episode: Remembered) -> None:
-        """Durable in the journal, or on the server, when this returns."""
+        """Add an episode. It is in the journal, or on the server, when this returns."""
         with self._lock:
             if episode.id in self._known:
                 return
@@ -195,7 +195,7 @@ class EpisodeStore:
                 os.fsync(file.fileno())
 
     def _replay(self, journal: Path) -> None:
-        """Fill the store from the journal's last `most` episodes, and cut off what a crash left of a line."""
+        """Fill the store from the journal's last `most` episodes, and cut off a torn last line."""
         if not journal.is_file():
             return
         with disk_errors(journal):
@@ -208,7 +208,7 @@ class EpisodeStore:
             kept = {(episode := json_decoder(Remembered).decode(line)).id: episode for line in lines}
         except msgspec.MsgspecError as error:
             raise StorageError(
-                f"{journal} is no journal of episodes: {error}", "remove the line, or the file"
+                f"{journal} is not a journal of episodes: {error}", "remove the line, or the file"
             ) from error
         if kept:
             self._put(list(kept.values())[-self._most :])
@@ -229,7 +229,7 @@ _Result = TypeVar("_Result")
 
 
 class EpisodeMemory:
-    """A task's memory, with what `store` recalls in front of it."""
+    """The memory of one task, after the episodes that `store` recalls."""
 
     def __init__(self, store: Callable[[], EpisodeStore], options: MemoryOptions, *, writes: bool) -> None:
         self._store = store
@@ -252,12 +252,12 @@ class EpisodeMemory:
         self._plan.append(f"{action} {action_input}")
 
     def text(self) -> str:
-        """Earlier plans come without what tools said then: that was another world."""
+        """Return the state as text. Earlier plans come without the results of tools, which belonged to other tasks."""
         told = [f"earlier, {known.question} - {', '.join(known.plan)}" for known in self._recalled]
         return "\n".join([*told, *filter(None, [self._task.text()])])
 
     def copy(self) -> EpisodeMemory:
-        """A copy never writes: the episode is remembered once."""
+        """Return a copy that never writes, so that the episode is remembered once."""
         made = EpisodeMemory(self._store, self._options, writes=False)
         made._task, made._question = self._task.copy(), self._question
         made._plan, made._recalled = list(self._plan), list(self._recalled)
@@ -270,13 +270,13 @@ class EpisodeMemory:
 
 
 def store_of(options: MemoryOptions) -> Callable[[], EpisodeStore]:
-    """The store of this process, opened when it is asked for first: in a thread, for that takes a while."""
+    """Return a function that opens the store of this process on its first call. Call it in a thread: it is slow."""
     return lambda: _open(options)
 
 
 @cache
 def _thread() -> ThreadPoolExecutor:
-    """One for all: the embedding model and Qdrant's local mode want one caller at a time."""
+    """Return the one thread for all stores: the embedding model and Qdrant's local mode allow one caller at a time."""
     return ThreadPoolExecutor(1, "memory")
 
 
@@ -291,7 +291,7 @@ def _open(options: MemoryOptions) -> EpisodeStore:
 
 
 async def _in_thread(work: Callable[[], _Result]) -> _Result | None:
-    """What the store says; None where it does not, or not in time."""
+    """Return the result of `work`, or None if the store fails or is late."""
     try:
         async with asyncio.timeout(_SECONDS):
             return await asyncio.get_running_loop().run_in_executor(_thread(), work)

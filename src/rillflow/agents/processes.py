@@ -3,7 +3,7 @@
 Invariants: a pool has at most `workers` processes with at most `seats` users each. A user takes a free seat in the
 order of asking, with a deadline. A process that dies, breaks the protocol or misses a deadline is killed with all its
 children; its users get WorkerLost, and the next user starts another process. A user that goes away during a call ends
-the process too, because nobody knows in which state the call left it. Processes that are idle for `idle` seconds are
+the process too, because the state in which the call left it is unknown. Processes that are idle for `idle` seconds are
 ended; all end with this process.
 """
 
@@ -83,7 +83,7 @@ class Worker:
 
     @property
     def idle(self) -> bool:
-        """Whether nobody has a seat."""
+        """True if all seats are free."""
         return len(self.free) == self._seats
 
     async def call(self, question: Mapping[str, Any], seconds: float) -> Any:
@@ -238,7 +238,7 @@ class Pool:
         _POOLS.add(self)
 
     async def take(self, seconds: float) -> Seat:
-        """Return a free seat, or raise TimeoutError if there is none in time."""
+        """Return a free seat, or raise TimeoutError if none becomes free in time."""
         loop = asyncio.get_running_loop()
         with self._lock:
             if (seat := self._free()) is not None:
@@ -256,7 +256,7 @@ class Pool:
         return future.result()
 
     def take_here(self) -> Seat:
-        """Return a free seat of a pool that nobody else uses, for code that may block."""
+        """Return a free seat of a pool with no other user, for code that may block."""
         with self._lock:
             seat = self._free()
         if seat is None:

@@ -3,8 +3,8 @@
 FUNCTION is called with the arguments and returns a handler. The handler is called with one question after the other;
 its result is the answer. Questions and answers are JSON in frames on the socket that is standard input.
 
-Invariants: the process exits when its socket closes, so an idle worker never outlives the process that started it. What
-a library prints goes to standard error and never into the protocol.
+Invariants: the process exits when its socket closes, so an idle worker never outlives the process that started it. The
+output of a library goes to standard error and never into the protocol.
 """
 
 from __future__ import annotations

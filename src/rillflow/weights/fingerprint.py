@@ -2,7 +2,7 @@
 
 The tensor's bytes (little-endian, C order) in words of 8 bytes w_0, w_1, …, the last one padded with zeros, give
 sum_j mix(w_j + (j + 1) * 0x9E3779B97F4A7C15) modulo 2**64, where mix is the finalizer of splitmix64. So a part that
-begins at a multiple of 8 bytes has a partial sum, and partial sums add up, whoever computed them.
+begins at a multiple of 8 bytes has a partial sum, and partial sums add up, whichever process computed them.
 
 It does not protect against other weights that were made with the same sum on purpose. The hashes and the signature of
 the manifest do.

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 class Executor:
-    """`tools` names the tool of each action; an action without one is echoed (think, answer)."""
+    """Executes decisions. `tools` names the tool of each action; an action without one (think, answer) is echoed."""
 
     def __init__(self, episode: Episode, tools: Mapping[str, str]) -> None:
         self._episode = episode
@@ -45,19 +45,19 @@ class Executor:
 
 
 def tools_of(episode: Episode, actions: Mapping[str, str] | None) -> dict[str, str]:
-    """The tool of each action: as the recipe says, or every tool by its own name. ConfigError where there is none."""
+    """Return the tool of each action: as in the recipe, or every tool by its name. ConfigError for an unknown tool."""
     names = list(episode.tools.names())
     chosen = dict(actions) if actions is not None else {name: name for name in names}
     for action, tool in chosen.items():
         if action in (THINK, ANSWER):
-            raise ConfigError(f"options.actions: {action} needs no tool", "leave it out: it is always there")
+            raise ConfigError(f"options.actions: {action} needs no tool", "leave it out: it is always available")
         if tool not in names:
-            raise ConfigError(f"options.actions: there is no tool {tool}", f"`tools` has: {', '.join(names) or 'none'}")
+            raise ConfigError(f"options.actions: unknown tool {tool}", f"`tools` has: {', '.join(names) or 'none'}")
     return chosen
 
 
 def _only_argument(schema: Mapping[str, Any]) -> str | None:
-    """The argument that the action's input is, as it stands; None: the input is the arguments as JSON."""
+    """Return the argument that takes the action's input as text, or None if the input is the arguments as JSON."""
     parameters = schema["function"].get("parameters") or {}
     known, required = parameters.get("properties") or {}, list(parameters.get("required") or ())
     texts = [name for name in (required or known) if known.get(name, {}).get("type") == "string"]
@@ -66,7 +66,7 @@ def _only_argument(schema: Mapping[str, Any]) -> str | None:
 
 @dataclass(frozen=True, slots=True)
 class Position:
-    """Where an episode stands. `final`: enough is known, only an answer is left; `fallback`: the last result of a
+    """The position of an episode. `final`: enough is known, only an answer is left; `fallback`: the last result of a
     tool. `over` with `answer` None: the planner did not answer."""
 
     memory: Memory
@@ -78,7 +78,7 @@ class Position:
 
 
 class Flow:
-    """The rules of one episode: what a decision leads to."""
+    """The rules of one episode: how a decision changes the position."""
 
     def __init__(self, episode: Episode, options: FlowOptions) -> None:
         self.question = str(episode.payload["question"])
@@ -127,7 +127,7 @@ class Flow:
 
 
 async def play(episode: Episode) -> str | None:
-    """The final answer, for the recipe's reward."""
+    """Play one episode and return the final answer, for the recipe's reward."""
     options = read_options(episode.options)
     flow = Flow(episode, options)
     if options.process_reward is None or episode.evaluating:
@@ -153,12 +153,12 @@ def check_recipe(recipe: Recipe) -> None:
         return
     if options.continuations and CONTINUATION not in recipe.untrained:
         raise ConfigError(
-            "options.process_reward.continuations: what the continuations say would be trained on",
+            "options.process_reward.continuations: the continuations would be trained on",
             f"list {CONTINUATION} under `untrained`",
         )
     if options.actions > 1 and recipe.dataflow.grouping != "state":
         raise ConfigError(
-            f"options.process_reward.actions={options.actions}: they are to be compared with each other",
+            f"options.process_reward.actions={options.actions}: they are compared with each other",
             "set dataflow.grouping: state, or process_reward.actions: 1",
         )
     if options.model is not None and options.gate:

@@ -22,8 +22,8 @@ from rillflow.contracts import Role
 from rillflow.types import Said
 from rillflow.types.base import Wire
 
-THINK, ANSWER = "think", "answer"  # the two that need no tool
-LONGEST = 4000  # characters of one field; what is longer is malformed
+THINK, ANSWER = "think", "answer"  # the actions that need no tool
+LONGEST = 4000  # characters of one field; a longer one is malformed
 
 
 class Decision(Wire, frozen=True):
@@ -34,16 +34,16 @@ class Decision(Wire, frozen=True):
     action_input: str
 
     def written(self) -> str:
-        """As the planner is taught to write it."""
+        """Return the text that the planner is taught to write."""
         return json.dumps(
             {"thought": self.thought, "action": self.action, "action_input": self.action_input}, ensure_ascii=False
         )
 
 
 def schema(actions: Sequence[str], longest: int) -> dict[str, Any]:
-    """The JSON schema of a decision for one of `actions`, with texts of at most `longest` characters.
+    """Return the JSON schema of a decision for one of `actions`, with texts of at most `longest` characters.
 
-    The bound lets a decision end before the answer is cut: what is cut is no whole JSON.
+    The bound lets a decision end before the answer is cut, which would leave broken JSON.
     """
     return {
         "type": "object",
@@ -58,7 +58,7 @@ def schema(actions: Sequence[str], longest: int) -> dict[str, Any]:
 
 
 def parse(text: str, actions: Sequence[str] | None = None) -> Decision | None:
-    """The decision, or None where the text is malformed or its action is none of `actions` (where those are known)."""
+    """Return the decision, or None if the text is malformed or its action is not one of `actions` (if given)."""
     try:
         said = json.loads(text)
     except (ValueError, RecursionError):
@@ -85,13 +85,13 @@ def without_results(question: str, earlier: Sequence[Decision]) -> str:
 
 
 ROLE = "planner"
-CONTINUATION = "continuation"  # the planner's policy, where it plays a decision to the end only to rate it
+CONTINUATION = "continuation"  # the role in which the planner's policy plays on from a decision, to rate it
 _TRIES = 2
 
 
 @dataclass(frozen=True, slots=True)
 class Sampled:
-    """One answer of the planner; `decision` is None where it was malformed."""
+    """One answer of the planner; `decision` is None if it was malformed."""
 
     said: Said
     decision: Decision | None
@@ -111,8 +111,8 @@ class AskedState:
 
 
 class Planner:
-    """`actions` are those it may take, `count` how many answers are sampled from each state. Each answer is a
-    conversation, and a sample, of its own."""
+    """Samples decisions. `actions` are those that it may take; `count` answers are sampled from each state, and each
+    answer is a separate conversation and a separate sample."""
 
     def __init__(self, role: Role, options: FlowOptions, actions: Sequence[str], count: int = 1) -> None:
         self._role = role
@@ -122,7 +122,7 @@ class Planner:
         self.states: list[AskedState] = []
 
     async def decide(self, question: str, memory: str, left: int, *, final: bool = False) -> AskedState:
-        """Sample decisions for a state with `left` steps; only answers where it is to be the `final` one."""
+        """Sample decisions for a state with `left` steps. With `final`, the only action is to answer."""
         actions = [ANSWER] if final else self._actions
         part, named = "final" if final else "planner", ", ".join(actions)
         prompt = asked(self._options.prompts, part, question=question, memory=memory, actions=named, left=left)

@@ -1,7 +1,7 @@
 """Rewards of single decisions, given when an episode has been played.
 
 A decision's reward is a process reward model's score, or the mean outcome of several continuations: the same policy
-plays on from the state that the decision leads to. Invariants: every sampled answer gets a reward, 0.0 where it was
+plays on from the state that the decision leads to. Invariants: every sampled answer gets a reward, 0.0 if it was
 malformed; equal decisions from one state get equal rewards; a model that fails raises, so that no reward is made up.
 Continuations and outcomes call tools again, so a tool must not keep state between calls.
 """
@@ -99,7 +99,7 @@ class Outcomes:
         """Return the rewards of the decisions of a state.
 
         A decision that ends the episode is worth its outcome, carried out or not. The one that was carried out has
-        `weight` of the outcome of the episode. Of the others only the score is known, an estimate of their outcome.
+        `weight` of the outcome of the episode. The others have only their score, an estimate of their outcome.
         """
         rewards = dict(scores)
         for decision, score in scores.items():
@@ -134,7 +134,7 @@ def _decisions(state: AskedState) -> list[Decision]:
 
 
 def _give(episode: Episode, state: AskedState, rewards: Rewards, least: float) -> None:
-    """Reward each sampled answer. Where the rewards hardly differ all get their mean, so that noise is not learned."""
+    """Reward each sampled answer. If the rewards hardly differ, all get their mean, so that noise is not learned."""
     values = [0.0 if one.decision is None else rewards[one.decision] for one in state.sampled]
     if pstdev(values) < least:
         values = [fmean(values)] * len(values)

@@ -1,6 +1,6 @@
-"""The verifier: a judge apart from the planner that says whether enough is known. It is never trained.
+"""The verifier: a model apart from the planner that says whether enough is known. It is never trained.
 
-It is conservative: what cannot be read, was cut or did not come in time means that the loop goes on.
+It is conservative: if its answer cannot be read, was cut or is late, the loop goes on.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class PolicyVerifier:
 
 
 class EndpointVerifier:
-    """A model behind a server of others; what goes wrong there is a verdict that did not come."""
+    """A model behind any OpenAI-compatible server. An error of the server counts as "not sufficient"."""
 
     def __init__(self, endpoint: Endpoint, options: FlowOptions) -> None:
         self._endpoint = endpoint
@@ -76,13 +76,13 @@ class EndpointVerifier:
                 timeout=self._endpoint.seconds,
             )
         except openai.OpenAIError as error:
-            log.warning("no verdict of %s: %s", self._endpoint.url, type(error).__name__)
+            log.warning("the verifier at %s did not answer: %s", self._endpoint.url, type(error).__name__)
             return False
         return says_sufficient(response.choices[0].message.content or "")
 
 
 def verifier_of(episode: Episode, options: FlowOptions) -> Verifier:
-    """The one that the recipe names."""
+    """Return the verifier that the recipe names."""
     if options.verifier == "none":
         return NoVerifier()
     if options.verifier == "role":
@@ -91,7 +91,7 @@ def verifier_of(episode: Episode, options: FlowOptions) -> Verifier:
 
 
 def says_sufficient(text: str) -> bool:
-    """Only a clear yes is one."""
+    """Return whether the text is JSON with `sufficient` true; anything else counts as false."""
     try:
         said = json.loads(text)
     except (ValueError, RecursionError):
@@ -101,12 +101,12 @@ def says_sufficient(text: str) -> bool:
 
 @cache
 def client_of(endpoint: Endpoint) -> AsyncOpenAI:
-    """One for all episodes of a process: they share its connections, which are those of one event loop."""
+    """Return the client that all episodes of a process share. Its connections belong to one event loop."""
     return new_client(endpoint)
 
 
 def new_client(endpoint: Endpoint) -> AsyncOpenAI:
-    """Whoever asks for it closes it."""
+    """Return a new client, which the caller closes."""
     import openai
 
     key = os.environ.get(endpoint.key_variable, "") if endpoint.key_variable else ""

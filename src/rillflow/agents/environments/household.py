@@ -91,7 +91,7 @@ class Room:
 
 @dataclass(frozen=True)
 class Errand:
-    """What to do: bring `count` things of a kind, in one state, to a receptacle of a kind."""
+    """An errand: bring `count` things of a kind, in one state, to a receptacle of a kind."""
 
     task: str
     thing: str

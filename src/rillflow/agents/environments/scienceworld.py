@@ -8,12 +8,10 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-import json
 import random
 from collections.abc import Callable, Iterator, Mapping
 from functools import cache
 from itertools import groupby
-from pathlib import Path
 from typing import Any
 
 from rillflow.agents.environments.pooled import Pooled, ask_library, start_java
@@ -137,16 +135,6 @@ def prompts(
             turn += 1
 
     yield from rows("scienceworld", payloads(), split, count, seed)
-
-
-def task_names() -> list[str]:
-    """Return all tasks of the package."""
-    _check_installed()
-    spec = importlib.util.find_spec("scienceworld")
-    assert spec is not None
-    assert spec.origin is not None
-    tasks = json.loads((Path(spec.origin).parent / "tasks.json").read_text())
-    return [task["task_name"] for task in tasks]
 
 
 @cache

@@ -1,7 +1,7 @@
 """A customer service desk like tau-bench's: tools, a database, rules, and a customer with a wish.
 
 An action is a tool call, written as JSON `{"name": …, "arguments": {…}}`, or text for the customer. The reward is 1 if
-the database is right when the customer leaves, and the customer was told the facts that it asked for; else 0.
+the database is right when the customer leaves, and the agent has said the facts that it asked for; else 0.
 
 With `user: script` the customer is part of the environment. With `user: role` the workflow `tau` plays the customer:
 the observation of a text then has `info["awaits_customer"]`, and `leave` ends the episode.
@@ -35,7 +35,7 @@ _BYE = re.compile(r"\b(bye|goodbye)\b", re.IGNORECASE)
 
 @dataclass
 class Wish:
-    """What a customer wants; `says` is its first message."""
+    """The wish of a customer; `says` is its first message."""
 
     kind: str
     user: str
@@ -188,7 +188,7 @@ class Tau(World):
         return Observation("The customer has left.", reward, True, [], info)
 
     def served(self) -> bool:
-        """Return whether the database is as the customer wants it, and the customer was told what it asked for."""
+        """Return whether the database is as the customer wants it, and the agent has said the facts asked for."""
         told = all(any(_tells(said, fact) for said in self._said) for fact in self.wish.told)
         return told and self.data == self.wanted
 

@@ -56,7 +56,7 @@ def text_of(answer: Any) -> str:
 
 
 def inside(text: str, tag: str) -> str | None:
-    """Return the stripped content of the last `<tag>…</tag>` of a text, or None if there is none."""
+    """Return the stripped content of the last `<tag>…</tag>` of a text, or None if it has no such tag."""
     opened, closed = f"<{tag}>", f"</{tag}>"
     held, start = None, text.find(opened)
     while start >= 0:
@@ -69,7 +69,7 @@ def inside(text: str, tag: str) -> str | None:
 
 
 def last_number(text: str) -> str | None:
-    """Return the last number of a text, without commas, or None if there is none."""
+    """Return the last number of a text, without commas, or None if it has no number."""
     found = re.findall(r"-?\d[\d,]*(?:\.\d+)?", text)
     return found[-1].replace(",", "") if found else None
 

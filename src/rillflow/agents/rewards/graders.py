@@ -1,7 +1,7 @@
 """The graders, which run in worker processes: mathematics, regular expressions, and reasoning-gym's scorers.
 
 Each may hang or need much memory. Invariant: a process that computes longer than it may ends itself by a signal, even
-inside C code and even if nobody is left to kill it.
+inside C code and even if its parent has died.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def start() -> Callable[[dict[str, Any]], float]:
 
 
 def handle(question: dict[str, Any]) -> float:
-    """Return the grade. `seconds` counts computing time, so a busy machine fails nobody."""
+    """Return the grade. `seconds` counts computing time, so a busy machine fails no answer."""
     load, grade = GRADERS[question["name"]]
     load()
     if question["seconds"] == LOAD:

@@ -168,7 +168,7 @@ async def ask_score(
 
 
 def read_score(verdict: str, best: float) -> float | None:
-    """Return `score` of the JSON object in a text as a share of `best`, or None if there is none in its range."""
+    """Return `score` of the JSON object in a text as a share of `best`, or None if it is missing or out of range."""
     start, end = verdict.find("{"), verdict.rfind("}")
     try:
         found = json.loads(verdict[start : end + 1])

@@ -128,7 +128,7 @@ class ProcessReward:
                     row.done.set_result(found)
 
     def _next_group(self) -> list[_Row]:
-        self._waiting = [row for row in self._waiting if not row.done.done()]  # nobody waits for the others any more
+        self._waiting = [row for row in self._waiting if not row.done.done()]  # the callers of the others have gone
         longest = count = 0
         for row in self._waiting:
             longest = max(longest, len(row.tokens))

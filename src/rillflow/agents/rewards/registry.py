@@ -46,7 +46,7 @@ def load_reward(reward: str | Sequence[RewardConfig], among: Sequence[str] = NAM
 
 
 def load_group_reward(reward: str | Sequence[RewardConfig] | None) -> GroupSum | None:
-    """Return the sum of a recipe's rewards that name `group`, or None if there are none."""
+    """Return the sum of a recipe's rewards that name `group`, or None if no reward does."""
     named = [] if reward is None else [(label, part) for label, part in _labelled(reward) if ":" in part.name]
     parts = [Part(label, part.weight, _custom(part, NAMES)) for label, part in named]
     parts = [part for part in parts if is_of_groups(part.reward)]

@@ -185,7 +185,7 @@ class Box:
 
     @property
     def fresh(self) -> bool:
-        """Whether it still waits for its task, as far as can be seen from outside."""
+        """True while it waits for its task, as far as can be seen from outside."""
         return bool(self._open)
 
     async def task(self, name: str, seconds: float, line: socket.socket | None = None, **content: Any) -> None:

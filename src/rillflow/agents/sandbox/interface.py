@@ -68,7 +68,7 @@ class Verdict(msgspec.Struct, frozen=True):
 
     @property
     def ok(self) -> bool:
-        """Whether there are tests and all passed."""
+        """True if it has tests and all of them passed."""
         return self.total > 0 and all(self.cases)
 
 

@@ -156,7 +156,7 @@ _ALLOW, _KILL, _ERROR = 0x7FFF0000, 0x80000000, 0x00050000
 _NAMESPACES = 0x7E020000  # the flags of clone that make new namespaces
 _UNIX = 1
 _TERMINAL_INPUT = (0x5412, 0x541C)  # TIOCSTI, TIOCLINUX: input into another's terminal
-# What the isolating process needs before it gives up its rights.
+# The calls that the isolating process needs before it gives up its rights.
 _BUILDERS = ("unshare", "mount", "sethostname")
 # The refused calls: name, number on x86_64, number on aarch64. From 424 on the numbers are the same everywhere.
 _REFUSED = {

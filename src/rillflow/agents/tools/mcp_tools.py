@@ -145,7 +145,7 @@ class McpServer:
         raise EnvironmentLost(f"the MCP server {self._where} was lost in a call: {lost}", _LOOK) from lost
 
     async def _connected(self, seconds: float) -> _Connection:
-        """The connection that lives, made anew if there is none: once for all who wait for it."""
+        """Return the live connection. A lost one is replaced, once for all callers that wait for it."""
         if self._connection is not None and not self._connection.lost:
             return self._connection
         if self._connecting is None or self._connecting.done():

@@ -137,7 +137,7 @@ def check_tools(tools: Sequence[ToolConfig]) -> None:
 
 
 def opener_of(name: str, options: Mapping[str, Any]) -> Opener:
-    """Return what opens a shipped tool with a timeout; what it leaves open goes on the stack."""
+    """Return a function that opens a shipped tool with a timeout and pushes what must be closed onto the stack."""
     if name not in TOOLS:
         raise ConfigError(
             f"there is no tool {name!r}",

@@ -1,4 +1,4 @@
-"""What the multi-policy workflows share: their options, the check of an answer, and what they return."""
+"""Shared code of the multi-policy workflows: their options, the check of an answer, and their results."""
 
 from __future__ import annotations
 

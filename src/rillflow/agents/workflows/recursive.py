@@ -130,7 +130,7 @@ class Agent:
         self._messages: list[dict[str, Any]] = []
 
     async def work(self, task: str) -> str | None:
-        """Work on a task and return the result, or None if there is none within the turns."""
+        """Work on a task and return the result, or None if the turns end without one."""
         team, by_tool = self._team, self._team.options.by == "tool"
         self._say(team.fill(team.options.by, question=task, notes=self._news()))
         settings = team.options.settings.get(ROLE, {}) | (

@@ -31,7 +31,7 @@ _ACTION = re.compile(r"<(search|answer)>((?:(?!<search>|<answer>).)*?)(?:</\1>|\
 
 
 class Action(NamedTuple):
-    """What the model wants to do."""
+    """An action of the model."""
 
     kind: Literal["search", "answer"]
     text: str

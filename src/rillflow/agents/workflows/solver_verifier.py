@@ -129,6 +129,6 @@ def _judged(verdict: Said, worth: float) -> float:
 
 
 def verdict_of(text: str) -> str | None:
-    """`approve` or `reject`, the last one said; None where there is none."""
+    """Return the last `approve` or `reject` of a text, or None."""
     found = _VERDICT.findall(text)
     return found[-1].lower() if found else None

@@ -16,7 +16,7 @@ TURNS = 4
 
 
 async def play(episode: Episode) -> str | None:
-    """Ask the prompt's `question`, serve the tool calls, and return the answer, or None if there is none.
+    """Ask the prompt's `question`, serve the tool calls, and return the answer, or None if the turns end without one.
 
     Results of tools are part of the next call's prompt and are not trained.
     """

@@ -313,8 +313,8 @@ class Hooks:
     # ------------------------------------------------------------ what they have learnt
 
     def changes(self) -> list[tuple[str, str, str]]:
-        """Rows of (hook, key, JSON) to be written over those saved before; they count as saved from now on. A hook that
-        works in a thread has told its state at the end of its last call."""
+        """Return the changed rows (hook, key, JSON) to write over those saved before; they count as saved now. A
+        hook that works in a thread reported its state at the end of its last call."""
         return self._states.changes(self._in_threads)
 
     def restore(self, rows: Iterable[tuple[str, str, str]]) -> None:
