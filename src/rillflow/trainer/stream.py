@@ -251,7 +251,7 @@ class Parts:
         return self._batch is not None
 
     def __iter__(self) -> Iterator[Part]:
-        """Yield the parts. LeaseLost if the batch is lost, DamagedRows if it cannot be read, Stopped."""
+        """Yield the parts. LeaseLost if the batch is lost, DamagedRows if it cannot be read, Stopped, RunOver."""
         samples = 0
         while True:
             part = self.batch

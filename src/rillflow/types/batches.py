@@ -174,7 +174,8 @@ class JoinTrainer(Wire, frozen=True):
 
 
 class TrainerJoined(Wire, frozen=True):
-    """Versions after `version` are orphaned; `highest` was ever used; `steps` are committed on the live line."""
+    """The state that a trainer joins. Versions after `version` are orphaned; `highest` is the highest version ever
+    used; `steps` are committed on the live line."""
 
     version: int
     highest: int

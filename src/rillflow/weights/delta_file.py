@@ -33,7 +33,7 @@ import torch
 from rillflow import kernels
 from rillflow.contracts import Change
 from rillflow.errors import CorruptData
-from rillflow.kernels.delta.format import Encoded, opened
+from rillflow.kernels.delta.format import DTYPES, Encoded, opened
 from rillflow.types.base import msgpack_decoder
 from rillflow.weights import delta
 
@@ -212,7 +212,7 @@ def _room(like: torch.Tensor, weights: int) -> torch.Tensor:
 def piece_of(parts: tuple[Part, ...], base: torch.Tensor, new: torch.Tensor, known: int | None = None) -> Made:
     """What turns the weights of these parts, joined, from `base` into `new`. `known` is the fingerprint of `base`."""
     assert all(can_begin(part.first, base.element_size()) for part in parts), "parts begin at whole words"
-    if base.dtype not in delta.DTYPES:
+    if base.dtype not in DTYPES:
         return _raw_piece(parts, base, new)
     return _made(parts, delta.encode(base, new, known))
 
@@ -288,7 +288,7 @@ def _split(piece: Piece, change: Change, tensors: Mapping[str, torch.Tensor]) ->
 
 
 def _kind(tensor: torch.Tensor) -> Kind:
-    return "delta" if tensor.dtype in delta.DTYPES else "raw"
+    return "delta" if tensor.dtype in DTYPES else "raw"
 
 
 def _raw_piece(parts: tuple[Part, ...], base: torch.Tensor, new: torch.Tensor) -> Made:

@@ -83,7 +83,7 @@ def test_a_slow_node_holds_its_share_of_a_stream(node, others, work, tasks):
     ("node", "pending", "tasks"),
     [
         (slow(4), 1000, 8),
-        (slow(4), 72 + 5, 5),  # the others' 12 a second do 72 in the 6 seconds that it takes longer
+        (slow(4), 72 + 5, 5),  # the others do 12 a second, so 72 in the 6 s that this node takes longer
         (slow(4), 72, 0),
         (slow(4), 10, 0),
         (slow(4, held=3), 10, 3),  # it keeps its leases

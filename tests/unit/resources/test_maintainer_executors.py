@@ -21,7 +21,7 @@ from rillflow.errors import RunError
 from rillflow.resources.executors.command import CommandExecutor, filled
 from rillflow.resources.executors.local import Kept, KeptNodes, LocalExecutor
 
-NOBODY = "http://127.0.0.1:9"  # a node waits for a service there for a while: long enough for a test
+NOBODY = "http://127.0.0.1:9"  # no service answers here; a node waits for one longer than a test takes
 
 
 @pytest.fixture

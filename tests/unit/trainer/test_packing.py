@@ -224,7 +224,7 @@ def test_rows_that_end_within_others_add_nothing() -> None:
 
 
 def test_rows_that_go_on_from_each_other_are_one_segment() -> None:
-    """As the calls of one conversation do: the tokens have no branch, so their attention is one causal pass."""
+    """The calls of one conversation are such rows: the tokens have no branch, so their attention is one causal pass."""
     long = list(range(100))
     rows = [long[:30], long[:50], long[:70], [*long[:70], 7, 8, 9], long]
     tokens_N, start_R, length_R = flat(rows)

@@ -213,7 +213,7 @@ class Fleet:
         return min((versions[policy] for versions in known if policy in versions), default=None)
 
     def versions(self, policies: Iterable[str]) -> dict[str, int] | None:
-        """Return `version` for all policies; None while one of them has no engine."""
+        """Return the `version` of each policy, or None while one of them has no engine."""
         found: dict[str, int] = {}
         for policy in policies:
             version = self.version(policy)

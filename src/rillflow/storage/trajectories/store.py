@@ -337,7 +337,7 @@ class Trajectories:
             raise store_error(self._path, error) from error
 
     def _all(self, query: str, values: Sequence[Any], nothing: Sequence[Any] = ()) -> Sequence[Any]:
-        """Return the rows of a query; `nothing` where the run has kept no trajectory yet."""
+        """Return the rows of a query, or `nothing` if the run has kept no trajectory yet."""
         if not self._path.is_file():
             return nothing
         try:

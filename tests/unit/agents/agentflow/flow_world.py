@@ -69,7 +69,7 @@ class Seen:
 
 
 async def played(*answers: str, lane: Lane = "train", payload: Mapping[str, Any] = PAYLOAD, **options: Any) -> Seen:
-    """Play one episode; the rest of the script was not asked for."""
+    """Play one episode with these answers of the planner; it may end before all of them are used."""
     script = Script(answers)
     gateway = Gateway("token", {"planner": Policy(script, tiny_renderer())}, {"planner": SamplingConfig()})
     url = await gateway.start()
