@@ -1,6 +1,6 @@
 """Write the generated pages of the documentation: `python -m scripts.reference_pages`.
 
-Each page is made from the code or the results that it describes, and a test fails while a committed page differs from it.
+Each page is made from the code or the results that it describes. A test fails while a committed page differs from it.
 """
 
 from __future__ import annotations

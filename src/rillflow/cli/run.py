@@ -68,7 +68,7 @@ class Where:
             return LocalRun(
                 folder, on_status, resume=resume, on_starting=on_starting, on_dashboard=seen, early=self.early
             )
-        from rillflow.runtime.ray.run import RayRun
+        from rillflow.runtime.ray_run import RayRun
 
         return RayRun(
             folder, on_status, resume=resume, on_starting=on_starting, on_dashboard=seen, address=self.address

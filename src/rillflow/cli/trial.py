@@ -25,7 +25,7 @@ from rillflow.rollout.loading import check_players, refuse_outside
 from rillflow.types import Prompt, Task
 
 if TYPE_CHECKING:  # they load torch: the prompt is shown before
-    from rillflow.evaluate.trial import Outcome, Turn
+    from rillflow.evaluate.playing import Outcome, Turn
     from rillflow.gateway.trees.record import Sample
 
 FAILED, INTERRUPTED = 1, 130
@@ -70,7 +70,7 @@ def run_trial(asked: Asked, *, as_json: bool) -> int:
 async def _played(recipe: Recipe, task: Task, asked: Asked, tell: Callable[[Turn], None]) -> Outcome:
     with tempfile.TemporaryDirectory(prefix="rillflow-try-") as folder:
         if asked.endpoint is None:
-            from rillflow.evaluate.trial import try_policy
+            from rillflow.evaluate.playing import try_policy
 
             return await try_policy(recipe, task, Path(folder), tell)
         from rillflow.evaluate.endpoint import Upstream, try_endpoint

@@ -25,9 +25,8 @@ from rillflow.agents.rewards.calling import Given
 from rillflow.config import GatewayConfig, Recipe, SamplingConfig
 from rillflow.contracts import SystemClock
 from rillflow.errors import BadRequest, RillflowError, Unavailable
+from rillflow.evaluate.playing import Ended, Outcome, Tell, Turn
 from rillflow.evaluate.provider_answers import Said, read_stream, read_whole
-from rillflow.evaluate.stage import Ended
-from rillflow.evaluate.trial import Outcome, Tell, Turn
 from rillflow.gateway.dialects import DIALECTS, Dialect, dialect_of
 from rillflow.gateway.feed import Feed
 from rillflow.gateway.routes import ASKING, ControlRoutes, GiveReward, Rewarded, in_session

@@ -22,7 +22,7 @@ from xxhash import xxh3_64_hexdigest
 from rillflow.config import Recipe
 from rillflow.contracts import Clock, SystemClock
 from rillflow.errors import DataError, StorageError
-from rillflow.evaluate.stage import NAME, Ended
+from rillflow.evaluate.playing import NAME, Ended
 from rillflow.rollout.push import trajectory_of
 from rillflow.storage import disk_errors
 from rillflow.storage.trajectories import FILE, Bounds, Trajectory, TrajectoryStore

@@ -27,9 +27,9 @@ from rillflow.agents.rewards.registry import load_group_reward
 from rillflow.config import Recipe
 from rillflow.dataflow.rules import derive_seed
 from rillflow.errors import ConfigError, RewardError, RunError
+from rillflow.evaluate.playing import Ended, Stage, open_engines, open_stage
 from rillflow.evaluate.records import KeptEpisodes, Record, RecordFile, fingerprint
 from rillflow.evaluate.scores import Scores, score, vote
-from rillflow.evaluate.stage import Ended, Stage, open_engines, open_stage
 from rillflow.evaluate.suites import Suite
 from rillflow.gateway.trees.record import SessionRecord
 from rillflow.storage import disk_errors, read_json, write_json

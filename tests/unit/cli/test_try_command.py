@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 
 from rillflow.cli.main import app
 from rillflow.config import load_recipe
-from rillflow.evaluate.stage import open_engines
+from rillflow.evaluate.playing import open_engines
 from rillflow.gateway import anthropic_url
 from rillflow.rollout.cast import build_gateway
 from rillflow.runtime.folder import RunFolder

@@ -18,14 +18,14 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from rillflow.errors import RunError
-from rillflow.resources.ray.cluster import (
+from rillflow.resources.ray_cluster import (
     actor_resources,
     connect,
     namespace_of,
     offers,
     wants_of,
 )
-from rillflow.resources.ray.host import FOLDER, RoleHost
+from rillflow.resources.ray_host import FOLDER, RoleHost
 from rillflow.storage import read_json
 
 log = logging.getLogger(__name__)

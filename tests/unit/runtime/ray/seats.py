@@ -9,8 +9,8 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from rillflow.resources.ray.cluster import SeatLost, Wants
-from rillflow.resources.ray.host import RoleHost
+from rillflow.resources.ray_cluster import SeatLost, Wants
+from rillflow.resources.ray_host import RoleHost
 
 
 class ScriptHost(RoleHost):

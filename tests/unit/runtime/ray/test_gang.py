@@ -14,9 +14,9 @@ import pytest
 from seats import FakeCluster
 
 from rillflow.errors import RunError
-from rillflow.resources.ray.host import own_folder
+from rillflow.resources.ray_host import own_folder
 from rillflow.runtime.process import GIVE_UP
-from rillflow.runtime.ray.gang import Gang, Member, Place, Room
+from rillflow.runtime.ray_gang import Gang, Member, Place, Room
 from rillflow.runtime.supervisor import Supervisor
 
 SLEEP = "import time; print('up', flush=True); time.sleep(600)"
@@ -25,7 +25,7 @@ SLEEP = "import time; print('up', flush=True); time.sleep(600)"
 @pytest.fixture(autouse=True)
 def _own_tmp(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    monkeypatch.setattr("rillflow.runtime.ray.gang._NODE_NEWS", 0.2)
+    monkeypatch.setattr("rillflow.runtime.ray_gang._NODE_NEWS", 0.2)
 
 
 @pytest.fixture

@@ -10,11 +10,11 @@ from rillflow.cli.run import Where
 from rillflow.config import load_recipe
 from rillflow.errors import ConfigError, RunError
 from rillflow.resources.placement import Placed, plan, services
-from rillflow.resources.ray.cluster import Offers, connect, sampling_gpus, training_gpus, wants_of
+from rillflow.resources.ray_cluster import Offers, connect, sampling_gpus, training_gpus, wants_of
 from rillflow.resources.workers import initial_workers
 from rillflow.runtime.folder import RunFolder
-from rillflow.runtime.ray.gang import Place
-from rillflow.runtime.ray.run import RayRun
+from rillflow.runtime.ray_gang import Place
+from rillflow.runtime.ray_run import RayRun
 
 HERE = Place("10.0.0.7", "10.0.0.5:4711")
 SERVED = "runtime.weights_server=true"

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from rillflow.errors import ConfigError, RunError
-from rillflow.resources.ray.host import RoleHost
+from rillflow.resources.ray_host import RoleHost
 
 if TYPE_CHECKING:
     from rillflow.config import Recipe

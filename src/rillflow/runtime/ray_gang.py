@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from rillflow.errors import RunError
-from rillflow.resources.ray.cluster import SeatLost, Wants, describe
+from rillflow.resources.ray_cluster import SeatLost, Wants, describe
 from rillflow.runtime.process import HOST_ENV, STOPPED
 from rillflow.runtime.supervisor import ProcessSpec, Supervised
 from rillflow.trainer.parallel.launch import LEFT_ALONE
@@ -39,7 +39,7 @@ _KILLED = -signal.SIGKILL.value
 
 
 class Seat(Protocol):
-    """The place of one process; `resources.ray.host` has its methods."""
+    """The place of one process; `resources.ray_host` has its methods."""
 
     node: str
     address: str

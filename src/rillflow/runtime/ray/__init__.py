@@ -1,1 +1,0 @@
-"""A run whose workers are placed on a Ray cluster."""
