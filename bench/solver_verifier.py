@@ -100,7 +100,7 @@ class Bench:
     def best_of(self, seed: int) -> Found:
         check = "rillflow.examples.pairs:reward"
         options = f'options={{answers: {ANSWERS}, check: "{check}", prompts: {{solve: "{{question}}"}}}}'
-        workflow = ["workflow=rillflow.agents.workflows.best_of:play", "reward=null", options]
+        workflow = ["workflow=rillflow.agents.workflows.question:play_best_of", "reward=null", options]
         groups = ["dataflow.group_size=8", "dataflow.grouping=turn"]
         return self._equal(BEST, seed, 8 * 8 * ANSWERS, *workflow, *groups)
 

@@ -8,12 +8,11 @@ from typing import Any
 
 import openai
 
-from rillflow.agents.surroundings import Surroundings
 from rillflow.config import SamplingConfig
 from rillflow.contracts import SystemClock
 from rillflow.gateway import Gateway, Policy, anthropic_url
 from rillflow.gateway.trees.record import Sample
-from rillflow.rollout.episode import RunningEpisode
+from rillflow.rollout.episode import RunningEpisode, Surroundings
 from rillflow.types import Chunk, GenerateRequest, Prompt, Task
 from tiny_policy import tiny_renderer, tiny_tokenizer
 

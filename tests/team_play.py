@@ -8,11 +8,10 @@ from typing import Any
 
 import openai
 
-from rillflow.agents.surroundings import Surroundings
 from rillflow.config import SamplingConfig
 from rillflow.contracts import SystemClock
 from rillflow.gateway import Gateway, Policy, SessionRecord, anthropic_url
-from rillflow.rollout.episode import RunningEpisode
+from rillflow.rollout.episode import RunningEpisode, Surroundings
 from rillflow.rollout.push import check_record, describe
 from rillflow.rollout.rewards import RewardRules, rewards_of
 from rillflow.types import Chunk, GenerateRequest, Prompt, Row, SampleMeta, Task

@@ -15,9 +15,9 @@ import pytest
 import torch
 
 from rillflow.agents.roles import answer_uses
-from rillflow.agents.surroundings import Surroundings
 from rillflow.agents.tools.functions import tool_of
 from rillflow.agents.tools.toolbox import OpenToolbox
+from rillflow.rollout.episode import Surroundings
 from rillflow.types import EpisodeFacts
 from scripted_play import PlayedEpisode, play_scripted
 

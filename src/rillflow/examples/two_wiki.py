@@ -13,7 +13,7 @@ from typing import Any
 
 from rillflow.agents.environments.splits import check_split
 from rillflow.agents.tools.corpus import Corpus, data_file, listed
-from rillflow.agents.workflows.search_agent import INSTRUCTIONS
+from rillflow.agents.workflows.question import INSTRUCTIONS
 
 QUESTIONS = "qa/2wiki_questions_in_corpus.jsonl"
 CORPUS = "qa/2wiki_corpus.jsonl"

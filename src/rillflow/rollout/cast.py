@@ -13,7 +13,6 @@ from typing import NamedTuple
 import openai
 
 from rillflow.agents.rewards.registry import prepare_reward
-from rillflow.agents.surroundings import Surroundings, open_surroundings
 from rillflow.config import Recipe, SamplingConfig
 from rillflow.contracts import Clock
 from rillflow.gateway.calls import Policy
@@ -23,7 +22,7 @@ from rillflow.gateway.server import Gateway
 from rillflow.gateway.sessions.events import SessionLog
 from rillflow.gateway.trees.render import load_renderer
 from rillflow.rollout.direct_client import DirectClient
-from rillflow.rollout.episode import Reward
+from rillflow.rollout.episode import Reward, Surroundings, open_surroundings
 from rillflow.rollout.episodes import Episodes
 from rillflow.rollout.loading import load_reward
 from rillflow.rollout.players import Player, load_player

@@ -1,5 +1,7 @@
 """One episode: the user's workflow, then the user's reward, each with a deadline and each failure with its cause.
 
+`Surroundings` are the tools, environments, roles and options of a recipe, which all episodes of a node share.
+
 Invariant: an episode ends with finite rewards or with an EpisodeFailed that says why; a reward that raised, hung or
 was not a number is never 0.
 """
@@ -12,6 +14,7 @@ import math
 import re
 import traceback
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property, partial
 from types import TracebackType
 from typing import Any, Protocol
@@ -19,16 +22,49 @@ from typing import Any, Protocol
 import openai
 
 from rillflow.agents.command import AgentFailed
+from rillflow.agents.environments.registry import environment_factory
 from rillflow.agents.rewards.calling import Given, call
 from rillflow.agents.roles import Chat, PolicyRole
-from rillflow.agents.surroundings import Surroundings
-from rillflow.config.tracebacks import located, place_of
+from rillflow.agents.tools.toolbox import OpenToolbox, open_toolbox
+from rillflow.config import Recipe
+from rillflow.config.tracebacks import UserErrors, located, place_of
 from rillflow.contracts import Clock, Environment, Toolbox
-from rillflow.errors import WorkflowError
+from rillflow.errors import ConfigError, WorkflowError
 from rillflow.gateway.server import AGENT_HEADER
 from rillflow.rollout.direct_client import DirectClient
 from rillflow.rollout.rewards import rewards_of
 from rillflow.types import MODEL_WAIT, Prompt, Scored, Task
+
+
+@dataclass(frozen=True)
+class Surroundings:
+    """What a recipe gives its workflow. `environment` makes one for each episode; `errors` collects user errors."""
+
+    roles: Mapping[str, str] = field(default_factory=dict)
+    options: Mapping[str, Any] = field(default_factory=dict)
+    tools: Toolbox = field(default_factory=OpenToolbox)
+    environment: Callable[[], Environment] | None = None
+    errors: UserErrors = field(default_factory=UserErrors)
+
+    def new_environment(self) -> Environment:
+        """Return the environment of one episode."""
+        if self.environment is None:
+            raise ConfigError("the workflow uses an environment and the recipe names none", "give `environment:`")
+        return self.environment()
+
+    def policy_of(self, role: str, policies: tuple[str, ...]) -> str:
+        """Return the policy of a role: the recipe's choice, or the policy of the same name, or the first policy."""
+        return self.roles.get(role) or (role if role in policies else policies[0])
+
+
+async def open_surroundings(recipe: Recipe) -> tuple[Surroundings, OpenToolbox]:
+    """Return the surroundings and the toolbox, which the caller closes. An error leaves nothing open."""
+    hook = recipe.environment
+    made = None if hook is None else environment_factory(hook.name, hook.options)
+    errors = UserErrors()
+    toolbox = await open_toolbox(recipe.tools, errors)
+    return Surroundings(recipe.roles, recipe.options, toolbox, made, errors), toolbox
+
 
 log = logging.getLogger(__name__)
 

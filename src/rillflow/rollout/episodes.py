@@ -19,7 +19,6 @@ import msgspec
 import openai
 
 from rillflow.agents.rewards.calling import Given
-from rillflow.agents.surroundings import Surroundings
 from rillflow.config.agents import RolloutConfig
 from rillflow.config.tracebacks import short
 from rillflow.contracts import Clock
@@ -29,7 +28,7 @@ from rillflow.gateway.feed import EndSession
 from rillflow.gateway.server import Gateway, anthropic_url
 from rillflow.gateway.sessions.session import Session
 from rillflow.gateway.trees.record import SessionRecord
-from rillflow.rollout.episode import MOST_METRICS, EpisodeFailed, Give, Reward, RunningEpisode, score
+from rillflow.rollout.episode import MOST_METRICS, EpisodeFailed, Give, Reward, RunningEpisode, Surroundings, score
 from rillflow.rollout.players import NotTaken, OutsidePlayer, Played, Player
 from rillflow.rollout.push import Ends, check_record
 from rillflow.rollout.rewards import LateRewards, RewardRules, rewards_given, role_rewards

@@ -7,9 +7,9 @@ import re
 from pathlib import Path
 from typing import Any
 
-from rillflow.agents.surroundings import Surroundings
 from rillflow.agents.tools.functions import tool_of
 from rillflow.agents.tools.toolbox import OpenToolbox
+from rillflow.rollout.episode import Surroundings
 from scripted_play import play_scripted
 
 PAGE = Path(__file__).parents[3] / "docs" / "workflows.md"

@@ -11,7 +11,6 @@ from typing import Any
 
 import openai
 
-from rillflow.agents.surroundings import Surroundings
 from rillflow.clients.units import UnitWriter
 from rillflow.config.agents import GatewayConfig, RolloutConfig
 from rillflow.config.policy import SamplingConfig
@@ -21,6 +20,7 @@ from rillflow.gateway import Gateway, Policy, Renderer
 from rillflow.gateway.control import Control, Givers
 from rillflow.gateway.feed import Feed
 from rillflow.gateway.sessions.session_log import FileSessionLog
+from rillflow.rollout.episode import Surroundings
 from rillflow.rollout.episodes import Episodes
 from rillflow.rollout.main import incarnation
 from rillflow.rollout.node import Node

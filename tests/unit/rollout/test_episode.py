@@ -11,11 +11,10 @@ import openai
 import pytest
 
 from rillflow.agents.rewards.calling import Given
-from rillflow.agents.surroundings import Surroundings
 from rillflow.config.tracebacks import UserErrors
 from rillflow.contracts import Episode, SystemClock
 from rillflow.errors import WorkflowError
-from rillflow.rollout.episode import MOST_METRICS, EpisodeFailed, RunningEpisode, play, score
+from rillflow.rollout.episode import MOST_METRICS, EpisodeFailed, RunningEpisode, Surroundings, play, score
 from rillflow.types import Prompt, Scored, Task
 
 

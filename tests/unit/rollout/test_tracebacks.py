@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 from rollout_support import World
 
-from rillflow.agents.surroundings import Surroundings
 from rillflow.agents.tools.functions import tool_of
 from rillflow.agents.tools.toolbox import OpenToolbox
 from rillflow.config import tracebacks
 from rillflow.config.tracebacks import Tracebacks, UserErrors, place_of
 from rillflow.contracts import Episode
 from rillflow.errors import RewardError
+from rillflow.rollout.episode import Surroundings
 from rillflow.types import Observation
 
 

@@ -9,6 +9,10 @@ the observation of a text then has `info["awaits_customer"]`, and `leave` ends t
 A wish is made from a database: `changes` are the tool calls that lead to the wanted database, `told` lists the facts
 that the customer asks for. A scripted customer recognises questions by keywords. It gives its name, agrees when asked,
 and leaves when it is served, or after it had to repeat its wish too often.
+
+The workflow `play` plays it with real tool calls. Roles: `agent` is trained; `customer` (with `user: role`) is any
+policy, by the recipe's `roles`. Both get the episode's reward; a recipe that trains only the agent gives the customer a
+policy that is not trained.
 """
 
 from __future__ import annotations
@@ -19,12 +23,17 @@ import random
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from rillflow.agents.environments import tau_retail as retail
 from rillflow.agents.environments.splits import check_split
 from rillflow.agents.environments.world import Turn, World, rows, world_random
+from rillflow.errors import ConfigError
 from rillflow.types import Observation
+
+if TYPE_CHECKING:
+    from rillflow.contracts import Episode, Role
+    from rillflow.types import Said
 
 WISHES = ("cancel", "address", "return", "exchange", "total", "refused")
 PATIENCE = 4  # times that a customer repeats its wish
@@ -257,3 +266,75 @@ def prompts(split: str, count: int, seed: int, wishes: list[str] | None = None) 
             }
 
     yield from rows("tau", payloads(), split, count, seed)
+
+
+Message = dict[str, Any]
+_TURNS = 30
+_END = "END"
+
+
+async def play(episode: Episode) -> float:
+    """Play one episode and return its reward."""
+    environment = episode.environment
+    if not isinstance(environment, Tau):
+        raise ConfigError("the workflow `tau` plays the environment `tau`", "give `environment: {name: tau}`")
+    seen = await environment.reset(episode.payload, episode.seed)
+    customer = _Customer(episode.role("customer"), seen.info["customer"], environment.wish.says)
+    agent, tools = episode.role("agent"), seen.info["tools"]
+    messages: list[Message] = [
+        {"role": "system", "content": seen.info["rules"]},
+        {"role": "user", "content": environment.wish.says},
+    ]
+    for _ in range(_TURNS):
+        if seen.done:
+            break
+        said = await agent.ask(messages, tools=tools)
+        messages.append(said.message)
+        if said.uses:
+            for use in said.uses:
+                seen = await environment.step(_sent(use.name, use.arguments))
+                messages.append({"role": "tool", "tool_call_id": use.id, "content": seen.text})
+            continue
+        seen = await _tell(environment, customer, said)
+        messages.append({"role": "user", "content": seen.text.removeprefix("Customer: ")})
+    return seen.reward if seen.done else 0.0
+
+
+def _sent(name: str, arguments: str) -> str:
+    """Return a call in the environment's format; arguments that are not JSON become null, which it refuses."""
+    try:
+        return json.dumps({"name": name, "arguments": json.loads(arguments)})
+    except (ValueError, RecursionError):
+        return json.dumps({"name": name, "arguments": None})
+
+
+async def _tell(environment: Tau, customer: _Customer, said: Said) -> Observation:
+    """Return the customer's reply to the agent's text."""
+    # Text is never a tool call here, even if it looks like one: calls come as such.
+    text = f"({said.text})" if tool_call(said.text.strip()) is not None else said.text
+    seen = await environment.step(text or "…")
+    if not seen.info.get("awaits_customer"):
+        return seen
+    answer = await customer.answer(said.text)
+    if answer is None:
+        return await environment.leave()
+    return type(seen)(answer, seen.reward, seen.done, seen.actions, seen.info)
+
+
+class _Customer:
+    """A role that plays the customer; it sees the conversation from the other side, without tools."""
+
+    def __init__(self, role: Role, briefing: str, first: str) -> None:
+        self._role = role
+        self._messages: list[Message] = [
+            {"role": "system", "content": briefing},
+            {"role": "user", "content": "Hello, what can I do for you?"},
+            {"role": "assistant", "content": first},
+        ]
+
+    async def answer(self, text: str) -> str | None:
+        """Return the customer's reply, or None if it has left."""
+        self._messages.append({"role": "user", "content": text})
+        said = await self._role.ask(self._messages)
+        self._messages.append(said.message)
+        return None if _END in said.text else said.text

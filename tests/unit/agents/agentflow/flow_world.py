@@ -10,7 +10,6 @@ from typing import Any
 import openai
 
 from rillflow.agents.agentflow.loop import play
-from rillflow.agents.surroundings import Surroundings
 from rillflow.agents.tools.functions import tool_of
 from rillflow.agents.tools.toolbox import OpenToolbox
 from rillflow.config import SamplingConfig
@@ -18,7 +17,7 @@ from rillflow.contracts import SystemClock
 from rillflow.examples import tally
 from rillflow.gateway import Gateway, Policy, anthropic_url
 from rillflow.gateway.trees.record import SessionRecord
-from rillflow.rollout.episode import RunningEpisode
+from rillflow.rollout.episode import RunningEpisode, Surroundings
 from rillflow.types import Chunk, GenerateRequest, Lane, Prompt, Task
 from tiny_policy import tiny_renderer
 

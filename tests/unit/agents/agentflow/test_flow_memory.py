@@ -63,7 +63,7 @@ def test_a_journal_fills_the_store_again_without_its_torn_line(embedder: Embedde
 
 def test_a_file_that_is_no_journal_is_refused(embedder: Embedder, tmp_path: Path) -> None:
     (tmp_path / "j").write_text('{"plan": 3}\n')
-    with pytest.raises(StorageError, match="no journal"):
+    with pytest.raises(StorageError, match="not a journal"):
         opened(embedder, tmp_path / "j")
 
 

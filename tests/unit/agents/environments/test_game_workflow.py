@@ -11,10 +11,11 @@ import httpx
 import openai
 import pytest
 
+from rillflow.agents.environments import tau
 from rillflow.agents.environments.household import Household, prompts
 from rillflow.agents.environments.tau import Tau
 from rillflow.agents.options import read_options
-from rillflow.agents.workflows import game, tau
+from rillflow.agents.workflows import game
 from rillflow.errors import ConfigError
 from rillflow.types import Observation, Said, ToolUse
 

@@ -12,7 +12,7 @@ import pytest
 
 from bench import agents_gpu
 from bench.common import Report
-from rillflow.agents.workflows.search_agent import read
+from rillflow.agents.workflows.question import read_action
 from rillflow.config import load_recipe
 from rillflow.examples.two_wiki import demonstrations
 from rillflow.observe.metrics import Metrics
@@ -128,7 +128,7 @@ def test_lessons_of_the_search_agent_hold_their_answers() -> None:
     lessons = [row["payload"]["messages"] for row in demonstrations("train", 20, 1, passages=3, characters=400)]
     assert lessons
     for _, search, found, said in lessons:
-        asked, answered = read(search["content"]), read(said["content"])
+        asked, answered = read_action(search["content"]), read_action(said["content"])
         assert asked is not None
         assert answered is not None
         assert (asked.kind, answered.kind) == ("search", "answer")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from rillflow.agents.workflows.best_of import play
+from rillflow.agents.workflows.question import play_best_of
 from team_play import in_turn, play_team
 
 PAYLOAD = {"question": "How many?", "answer": "7"}
@@ -22,6 +22,6 @@ async def test_the_answer_given_most_often_is_taken(
     answers: list[str], rewards: list[float], trajectory: float
 ) -> None:
     options = {"check": "rillflow.examples.digits:reward"}
-    episode = await play_team(play, PAYLOAD, {"solver": in_turn(answers)}, options=options)
+    episode = await play_team(play_best_of, PAYLOAD, {"solver": in_turn(answers)}, options=options)
     assert episode.reward == trajectory
     assert episode.of("solver") == rewards
