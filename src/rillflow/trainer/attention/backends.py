@@ -20,7 +20,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 from rillflow.errors import ConfigError
-from rillflow.trainer.attention.forest import flex, joined
+from rillflow.trainer.attention.forest import PATHS, flex, joined
 from rillflow.trainer.attention.kernels import Heads
 from rillflow.trainer.packing import Layout, runs
 from rillflow.trainer.parallel.sharding import decoder_layers
@@ -60,7 +60,7 @@ def _packed(layout: Layout, backend: str) -> Any:
         return flex(layout)
     if backend in {"varlen", "cudnn"}:
         return joined(layout, "flash" if backend == "varlen" else backend)
-    return joined(layout, "fused" if layout.tokens_P.device.type == "cpu" else "plain")
+    return joined(layout, PATHS if layout.tokens_P.device.type == "cpu" else "plain")
 
 
 def decoder(model: PreTrainedModel) -> Any:

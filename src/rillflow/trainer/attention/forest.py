@@ -7,7 +7,8 @@ d against those segments. No pass needs a mask.
 
 `Joined` is one operator: a kernel computes the passes, which are joined by their log-sum-exps. A shared prefix is never
 copied, and only queries, keys, values, the result and its log-sum-exps are kept for the backward pass, as in flash
-attention. The operator is opaque to torch.compile, so no graph breaks at it. `Flex` is torch's flex attention with one
+attention. The operator is opaque to torch.compile, so no graph breaks at it. On a CPU it computes no passes, but whole
+paths (`attention.paths`). `Flex` is torch's flex attention with one
 block-sparse mask for the whole pack.
 """
 
@@ -22,7 +23,8 @@ import numpy as np
 import torch
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
-from rillflow.trainer.attention.kernels import Cudnn, Flash, Found, Fused, Heads, Kernel, Plain, Spans, accumulating
+from rillflow.trainer.attention import paths
+from rillflow.trainer.attention.kernels import Cudnn, Flash, Found, Heads, Kernel, Plain, Spans, accumulating
 from rillflow.trainer.packing import Layout
 
 if TYPE_CHECKING:
@@ -76,13 +78,14 @@ def _depths(parent_S: Ints) -> Ints:
 # ---------------------------------------------------------------- joined passes
 
 
-KERNELS: dict[str, Kernel] = {"fused": Fused(), "plain": Plain(), "flash": Flash(), "cudnn": Cudnn()}
+PATHS = "paths"  # on a CPU; the tables are those of `attention.paths`
+KERNELS: dict[str, Kernel] = {"plain": Plain(), "flash": Flash(), "cudnn": Cudnn()}
 _TABLES = 4  # for each pass: places of queries and of keys, edges of spans of queries and of keys
 _ROUND = 128
 
 
 class Joined(NamedTuple):
-    """A forest's passes as the operator takes them."""
+    """A forest's passes, or its paths, as the operator takes them."""
 
     tables: list[torch.Tensor]
     most: list[int]
@@ -97,6 +100,8 @@ class Joined(NamedTuple):
 
 def joined(layout: Layout, kernel: str) -> Joined:
     """Kernels that loop over spans on the host want their edges there."""
+    if kernel == PATHS:
+        return Joined(paths.tables(layout), [0], kernel)
     device = layout.tokens_P.device
     edges_on = device if kernel in {"flash", "cudnn"} else torch.device("cpu")
     tables: list[torch.Tensor] = []
@@ -159,6 +164,9 @@ def _attention(
     scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     heads = Heads(query, key, value)
+    if way == PATHS:
+        found = paths.forward(heads, tables, scale)
+        return found.out, found.lse
     run = KERNELS[way]
     own, *above = _steps(tables, most)
     whole = run.forward(heads, own.spans, scale)
@@ -199,6 +207,9 @@ def _attention_backward(
     scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     inputs, whole = Heads(*heads), Found(*found)
+    if way == PATHS:
+        of = paths.backward(grad, inputs, whole, tables, scale)
+        return of.query, of.key, of.value
     run = KERNELS[way]
     own, *above = _steps(tables, most)
     grads = run.backward(grad, inputs, whole, own.spans, scale)

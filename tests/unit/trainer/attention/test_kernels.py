@@ -8,7 +8,7 @@ import torch
 from packed_helpers import branching, grouped_model
 
 from rillflow.trainer.attention import hidden_states
-from rillflow.trainer.attention.forest import KERNELS, joined, subtree_ends
+from rillflow.trainer.attention.forest import KERNELS, PATHS, joined, subtree_ends
 from rillflow.trainer.attention.kernels import Heads
 from rillflow.trainer.batches import Databuffer
 from rillflow.trainer.packing import Layout, micro_batches
@@ -57,12 +57,18 @@ def assert_like_written_out(layout: Layout, kernel: str, dtype: torch.dtype, tol
         torch.testing.assert_close(mine.grad.double(), theirs.grad, rtol=tolerance, atol=tolerance * scale)
 
 
-@pytest.mark.parametrize("kernel", ["fused", "plain"])
+@pytest.mark.parametrize("kernel", [PATHS, "plain"])
 @pytest.mark.parametrize("seed", range(4))
 def test_kernels_of_the_cpu(kernel: str, seed: int) -> None:
     layout = layout_of(seed, torch.device("cpu"), rows=10, longest=100 + 100 * seed)
     assert (layout.parent_S >= 0).any()
     assert_like_written_out(layout, kernel, torch.float64, 1e-10)
+
+
+def test_long_segments_are_cut_and_few_are_computed_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rillflow.trainer.attention.paths._BLOCK", 7)
+    monkeypatch.setattr("rillflow.trainer.attention.paths._AT_ONCE", 64)
+    assert_like_written_out(layout_of(1, torch.device("cpu")), PATHS, torch.float64, 1e-10)
 
 
 def test_plain_products_some_queries_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -71,11 +77,11 @@ def test_plain_products_some_queries_at_a_time(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_half_precision_on_the_cpu() -> None:
-    assert_like_written_out(layout_of(2, torch.device("cpu")), "fused", torch.bfloat16, 0.03)
+    assert_like_written_out(layout_of(2, torch.device("cpu")), PATHS, torch.bfloat16, 0.03)
 
 
 def test_every_backend_names_a_kernel() -> None:
-    assert set(KERNELS) == {"fused", "plain", "flash", "cudnn"}
+    assert set(KERNELS) == {"plain", "flash", "cudnn"}
 
 
 @pytest.mark.needs("cuda")

@@ -1,0 +1,179 @@
+"""Attention of a forest of packed rows on a CPU, by torch's fused attention.
+
+The *path* of a segment is its ancestors, from the root down, and then itself. A token attends to the tokens of its
+segment's path up to itself, in one softmax. The keys and values of a path are copied side by side. A copy of a shared
+prefix is cheap: all queries of a segment read it. Segments of similar lengths are computed in one call. They are padded
+to the longest, and a mask hides the padding. Segments without ancestors need no mask.
+
+Axes: B segments of a call, Q queries of a segment, A tokens of its ancestors, P packed tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+import torch
+
+from rillflow.trainer.attention.kernels import Found, Heads, accumulating
+
+if TYPE_CHECKING:
+    from rillflow.trainer.batches import Ints
+    from rillflow.trainer.packing import Layout
+
+_fused = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+_fused_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+
+# Queries of one segment in a call, if it has ancestors: a longer segment is cut, so that masks stay small.
+_BLOCK = 256
+# Lengths in a call are at least this share of the longest, or at most this many tokens shorter.
+_LIKE, _NEAR = 0.75, 16
+_AT_ONCE = 1 << 13  # tokens of a call, unless one segment has more
+
+
+class _Block(NamedTuple):
+    """The queries [start, end) of a segment, and the places of all tokens on their path before `start`."""
+
+    start: int
+    end: int
+    above_A: Ints
+
+
+def _blocks(layout: Layout) -> Iterator[_Block]:
+    above: list[Ints] = []  # of each segment its path, itself included
+    for start, length, parent in zip(layout.start_S.tolist(), layout.length_S.tolist(), layout.parent_S, strict=True):
+        path_A = above[parent] if parent >= 0 else np.empty(0, np.int64)
+        own = np.arange(start, start + length)
+        above.append(np.concatenate([path_A, own]))
+        size = _BLOCK if parent >= 0 else length
+        for first in range(0, length, size):
+            yield _Block(start + first, start + min(first + size, length), above[-1][: len(path_A) + first])
+
+
+def _alike(blocks: Iterator[_Block]) -> Iterator[list[_Block]]:
+    """Yield blocks in parts of similar lengths, of queries and of ancestors. All blocks of a part have ancestors, or
+    none has."""
+    some: list[_Block] = []
+    above = least = most = 0  # ancestors of the first block, and lengths of the shortest and the longest one
+    for block in sorted(blocks, key=lambda block: (-len(block.above_A), block.start - block.end)):
+        mine, queries = len(block.above_A), block.end - block.start
+        shortest, longest = min(least, queries), max(most, queries)
+        similar = bool(mine) == bool(above) and _similar(mine, above) and _similar(shortest, longest)
+        if some and not (similar and (len(some) + 1) * (above + longest) <= _AT_ONCE):
+            yield some
+            some = []
+        if not some:
+            above, shortest, longest = mine, queries, queries
+        some.append(block)
+        least, most = shortest, longest
+    if some:
+        yield some
+
+
+def _similar(short: int, long: int) -> bool:
+    return short >= _LIKE * long or short + _NEAR >= long
+
+
+def tables(layout: Layout) -> list[torch.Tensor]:
+    """Return four tables for each call: the places of its queries [B, Q] and keys [B, A + Q], which of the queries are
+    not padding, and the mask [B or 1, 1, Q, A + Q], empty if the attention is causal."""
+    made: list[torch.Tensor] = []
+    for some in _alike(_blocks(layout)):
+        queries_B = np.array([block.end - block.start for block in some])
+        above_B = np.array([len(block.above_A) for block in some])
+        within_Q = np.arange(queries_B.max())
+        query_BQ = np.array([[block.start] for block in some]) + np.minimum(within_Q, queries_B[:, None] - 1)
+        key_BK = np.concatenate([np.zeros((len(some), above_B.max()), np.int64), query_BQ], 1)
+        for row, block in enumerate(some):
+            key_BK[row, : len(block.above_A)] = block.above_A
+        real_N = np.flatnonzero(within_Q < queries_B[:, None])
+        made += [torch.from_numpy(part) for part in (query_BQ, key_BK, real_N)]
+        made.append(_mask(above_B, len(within_Q)))
+    return made
+
+
+def _mask(above_B: Ints, queries: int) -> torch.Tensor:
+    """Return an additive mask: each query sees the tokens above it, and of its own block those up to itself."""
+    longest = int(above_B.max())
+    if not longest:
+        return torch.empty(0)
+    same = bool((above_B == longest).all())
+    above_B1A = torch.arange(longest) < torch.from_numpy(above_B[:1] if same else above_B)[:, None, None]
+    own_QQ = torch.ones(queries, queries, dtype=torch.bool).tril()
+    rows = len(above_B1A)
+    seen_BQK = torch.cat([above_B1A.expand(rows, queries, -1), own_QQ.expand(rows, -1, -1)], 2)
+    return torch.zeros(seen_BQK.shape).masked_fill(~seen_BQK, -torch.inf)[:, None]
+
+
+class _Call:
+    """One call of torch's attention, for B blocks of queries."""
+
+    def __init__(self, query_BQ: torch.Tensor, key_BK: torch.Tensor, real_N: torch.Tensor, mask: torch.Tensor) -> None:
+        self._query_BQ = query_BQ
+        self._key_BK = key_BK
+        self._real_N = real_N if len(real_N) < query_BQ.numel() else None
+        self._mask = mask if mask.numel() else None
+
+    def heads(self, of: Heads) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        query, key, value = of
+        return self.queries(query), _rows(key, self._key_BK), _rows(value, self._key_BK)
+
+    def queries(self, packed: torch.Tensor) -> torch.Tensor:
+        """Return [P, heads, …] as [B, heads, Q, …]."""
+        return _rows(packed, self._query_BQ)
+
+    def gradient(self, packed: torch.Tensor) -> torch.Tensor:
+        """Return the gradient of the queries' results; padding has none."""
+        if self._real_N is None:
+            return self.queries(packed)
+        at_N = self._query_BQ.view(-1)[self._real_N]
+        rows = packed.new_zeros(self._query_BQ.numel(), *packed.shape[1:])
+        rows[self._real_N] = packed[at_N]
+        return rows.view(*self._query_BQ.shape, *packed.shape[1:]).transpose(1, 2)
+
+    def put(self, packed: torch.Tensor, values: torch.Tensor) -> None:
+        """Write what was found for the queries, [B, heads, Q, …]."""
+        at_N, rows = self._query_BQ.view(-1), values.transpose(1, 2).flatten(0, 1)
+        if self._real_N is not None:
+            at_N, rows = at_N[self._real_N], rows[self._real_N]
+        packed.index_copy_(0, at_N, rows)
+
+    def add(self, packed: torch.Tensor, values: torch.Tensor) -> None:
+        """Add the gradients of keys or values, [B, heads, A + Q, …]."""
+        packed.index_add_(0, self._key_BK.view(-1), values.transpose(1, 2).flatten(0, 1))
+
+    def options(self, dtype: torch.dtype, scale: float) -> dict[str, Any]:
+        mask = self._mask if self._mask is None else self._mask.to(dtype)
+        return {"dropout_p": 0.0, "is_causal": mask is None, "attn_mask": mask, "scale": scale}
+
+
+def _rows(packed: torch.Tensor, at_BL: torch.Tensor) -> torch.Tensor:
+    rows = packed.index_select(0, at_BL.view(-1))
+    return rows.view(*at_BL.shape, *packed.shape[1:]).transpose(1, 2)
+
+
+def _calls(tables: Sequence[torch.Tensor]) -> Iterator[_Call]:
+    for at in range(0, len(tables), 4):
+        yield _Call(*tables[at : at + 4])
+
+
+def forward(heads: Heads, tables: Sequence[torch.Tensor], scale: float) -> Found:
+    query = heads.query
+    found = Found(query.new_empty(query.shape), query.new_empty(query.shape[:2], dtype=accumulating(query.dtype)))
+    for call in _calls(tables):
+        some = _fused(*call.heads(heads), **call.options(query.dtype, scale))
+        for whole, part in zip(found, some, strict=True):
+            call.put(whole, part)
+    return found
+
+
+def backward(grad: torch.Tensor, heads: Heads, whole: Found, tables: Sequence[torch.Tensor], scale: float) -> Heads:
+    grads = Heads(*(part.new_zeros(part.shape) for part in heads))
+    for call in _calls(tables):
+        given = (call.gradient(grad), *call.heads(heads), *map(call.queries, whole))
+        of_query, of_key, of_value = _fused_backward(*given, **call.options(grad.dtype, scale))
+        call.put(grads.query, of_query)
+        call.add(grads.key, of_key)
+        call.add(grads.value, of_value)
+    return grads
