@@ -86,14 +86,17 @@ class _Grad(NamedTuple):
     entropy_T: torch.Tensor | None
 
 
-def _stats(piece: _Piece, shape: Shape) -> _Stats:
+def _stats(piece: _Piece, shape: Shape, keep: torch.dtype | None = None) -> tuple[_Stats, torch.Tensor | None]:
+    """Return the statistics, and the probabilities if a dtype to `keep` them in is given."""
     logits_TV = shape(piece.raw_TV, piece.bias_V) * piece.temperature_T.reciprocal()[:, None]
     highest_T = logits_TV.amax(-1)
-    share_TV = (logits_TV - highest_T[:, None]).exp()
+    share_TV = (logits_TV - highest_T[:, None]).exp_()
     sum_T = share_TV.sum(-1)
     total_T = highest_T + sum_T.log()
     entropy_T = total_T - (share_TV * logits_TV).sum(-1) / sum_T
-    return _Stats(logits_TV.gather(-1, piece.target_T[:, None]).squeeze(-1) - total_T, total_T, entropy_T)
+    logprob_T = logits_TV.gather(-1, piece.target_T[:, None]).squeeze(-1) - total_T
+    kept_TV = None if keep is None else (share_TV * sum_T.reciprocal()[:, None]).to(keep)
+    return _Stats(logprob_T, total_T, entropy_T), kept_TV
 
 
 def _grads(piece: _Piece, shape: Shape, stats: _Stats, grad: _Grad, dtype: torch.dtype) -> torch.Tensor:
@@ -107,12 +110,6 @@ def _grads(piece: _Piece, shape: Shape, stats: _Stats, grad: _Grad, dtype: torch
     at_target_T = (push_T1 * _factor(own_T1, piece, shape, stats))[:, 0].to(dtype)
     grad_TV[torch.arange(len(grad_TV), device=grad_TV.device), piece.target_T] = at_target_T
     return grad_TV
-
-
-def _shares(piece: _Piece, shape: Shape, total_T: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Return the probabilities, in `dtype`."""
-    scaled_TV = shape(piece.raw_TV, piece.bias_V) * piece.temperature_T.reciprocal()[:, None]
-    return (scaled_TV - total_T[:, None]).exp().to(dtype)
 
 
 def _scaled(
@@ -143,7 +140,7 @@ def _factor(log_TV: torch.Tensor, piece: _Piece, shape: Shape, stats: _Stats) ->
     return scale_T1 * (1 - (shaped_TV / shape.cap).square())
 
 
-_FUNCTIONS: tuple[Callable[..., Any], ...] = (_stats, _grads, _shares, _scaled)
+_FUNCTIONS: tuple[Callable[..., Any], ...] = (_stats, _grads, _scaled)
 
 
 def _as_it_is(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -172,9 +169,8 @@ class _How:
     piece: int
     entropy_grad: bool
     keep: bool
-    stats: Callable[..., _Stats]
+    stats: Callable[..., tuple[_Stats, torch.Tensor | None]]
     grads: Callable[..., torch.Tensor]
-    shares: Callable[..., torch.Tensor]
     scaled: Callable[..., torch.Tensor]
 
 
@@ -195,9 +191,10 @@ class _Pieces(torch.autograd.Function):
         parts, kept = [], []
         for at in _pieces(len(target_T), how.piece):
             piece = _Piece(_product(hidden_TD[at], weight_VD.T, wide), bias_V, target_T[at], temperature_T[at])
-            parts.append(how.stats(piece, how.shape))
-            if how.keep:
-                kept.append(how.shares(piece, how.shape, parts[-1].total_T, hidden_TD.dtype))
+            found, share_TV = how.stats(piece, how.shape, hidden_TD.dtype if how.keep else None)
+            parts.append(found)
+            if share_TV is not None:
+                kept.append(share_TV)
         stats = _Stats(*(torch.cat(column) for column in zip(*parts, strict=True)))
         ctx.how = how
         ctx.save_for_backward(hidden_TD, weight_VD, bias_V, target_T, temperature_T, *stats, *kept)
@@ -285,7 +282,7 @@ class PolicyHead:
         """Compute a piece by the model's own head."""
         logits_TV = own_logits(self._model, hidden_TD)
         wide = torch.promote_types(logits_TV.dtype, torch.float32)
-        logprob_T, _, entropy_T = _stats(_Piece(logits_TV.to(wide), None, target_T, temperature_T), Shape())
+        (logprob_T, _, entropy_T), _ = _stats(_Piece(logits_TV.to(wide), None, target_T, temperature_T), Shape())
         return logprob_T, entropy_T if self._how.entropy_grad else entropy_T.detach()
 
     @torch.no_grad()
