@@ -41,7 +41,7 @@ _SEED_MASK = 2**64 - 1
 # socket to `generate`, and would otherwise wait for a whole step at each.
 _TURNS = 3
 _SETTLE_SECONDS = 5.0  # new weights wait no longer for sequences that are computed again under the last ones
-_HAND_OUT_SECONDS = 0.05  # tokens of unfinished requests are handed to their readers this often, not one by one
+_HAND_OUT_SECONDS = 0.25  # tokens of unfinished requests are handed to their readers this often, not one by one
 
 
 class EmbeddedEngine:
