@@ -93,6 +93,8 @@ def recipe(arguments: argparse.Namespace, model: str) -> dict[str, Any]:
             "lr": arguments.lr,
             "weight_decay": 0.0,
             "dtype": dtype,
+            "compile": on_gpu,
+            "head_tokens": 8192 if on_gpu else 1024,
             "checkpoint_every": arguments.steps,
             **dict(setting.split("=", 1) for setting in arguments.trainer),
         },
