@@ -14,7 +14,7 @@ from commands import Cli
 @pytest.mark.slow
 def test_a_solver_and_a_verifier_learn_at_once(cli: Cli) -> None:
     """After a few lessons: what matters here is that every answer is one sample with a reward of its own."""
-    cli.run("fit", "pairs_warm", "trainer.steps=24", "trainer.batch_groups=32", "data.heldout=null")
+    cli.run("fit", "pairs_warm", "trainer.steps=8", "trainer.batch_groups=16", "data.heldout=null")
     (model,) = (cli.cwd / "runs").glob("pairs_warm-*/model")
     run = cli.run(
         "run", "solver_verifier", f"policies.solver.model={model}", f"policies.verifier.model={model}",
