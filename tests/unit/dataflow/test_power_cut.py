@@ -105,7 +105,7 @@ def play_until_the_power_goes(world: PoweredWorld) -> tuple[set[str], set[str]]:
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize("world", [("process", seed) for seed in range(repetitions(3, 12))], indirect=True)
+@pytest.mark.parametrize("world", [("process", seed) for seed in range(repetitions(3, 8))], indirect=True)
 def test_a_power_cut_loses_no_trained_row_and_the_others_are_played_again(world: PoweredWorld) -> None:
     before, others = play_until_the_power_goes(world)
     rows = set(world.rows_of.values())
@@ -122,7 +122,7 @@ def test_a_power_cut_loses_no_trained_row_and_the_others_are_played_again(world:
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize("world", [("machine", seed) for seed in range(repetitions(2, 8))], indirect=True)
+@pytest.mark.parametrize("world", [("machine", seed) for seed in range(repetitions(2, 4))], indirect=True)
 def test_a_power_cut_takes_nothing_that_was_synced(world: PoweredWorld) -> None:
     before, others = play_until_the_power_goes(world)
     rows = list(world.rows_of.values())
