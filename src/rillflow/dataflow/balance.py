@@ -294,12 +294,14 @@ def _throughput(samples: int, gpus: int, seconds: float) -> float:
 def joined(balances: Sequence[Balance]) -> Balance:
     """Return the balance of a run from those of its ledgers, the first one's first."""
     latest = [one.latest for one in balances if one.latest is not None]
-    current = _join([one.current for one in balances])
-    return Balance(latest=_join(latest) if latest else None, current=current)
+    current = join_reports([one.current for one in balances])
+    return Balance(latest=join_reports(latest) if latest else None, current=current)
 
 
-def _join(reports: Sequence[Report]) -> Report:
-    """Every ledger has all steps and all nodes; each has its own samples. The first ledger has the evaluations."""
+def join_reports(reports: Sequence[Report]) -> Report:
+    """Return the report of a run from those of its ledgers, the first one's first.
+
+    Every ledger has all steps and all nodes; each has its own samples. The first ledger has the evaluations."""
     first = reports[0]
     if len(reports) == 1:
         return first

@@ -18,7 +18,18 @@ import msgspec
 from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.registry import Collector
 
-from rillflow.dataflow.balance import Counts, Look, Mark, NodeLook, Span, Step, joined, make_report, mark_of
+from rillflow.dataflow.balance import (
+    Counts,
+    Look,
+    Mark,
+    NodeLook,
+    Span,
+    Step,
+    join_reports,
+    joined,
+    make_report,
+    mark_of,
+)
 from rillflow.dataflow.ledger.database import Base, Part, Value, snapshot
 from rillflow.dataflow.ledger.shares import ENTERED
 from rillflow.errors import CorruptData, RunError
@@ -56,8 +67,9 @@ class Balances(Part):
         down = max(now - _last_news(self._db, mark), 0.0)
         self._keep(MARK, msgspec.structs.replace(mark, opened=now, down=mark.down + down))
 
-    def after_commit(self, policy: str) -> None:
-        """Make the report that is due, once its window is full."""
+    def after_commit(self, policy: str, others: Sequence[Report] = ()) -> None:
+        """Make the report that is due, once its window is full. `others` are the latest reports of the other ledgers:
+        the line of metrics is about the whole run."""
         if policy != self._policy:
             return
         mark = self._mark()
@@ -67,7 +79,7 @@ class Balances(Part):
         report = make_report(self._policy, mark, look)
         self._keep(LATEST, report)
         self._keep(MARK, mark_of(look))
-        self._db.event({"event": "balance", **msgspec.to_builtins(report)})
+        self._db.event({"event": "balance", **msgspec.to_builtins(join_reports([report, *others]))})
 
     def latest(self) -> Report | None:
         return _read(self._db, LATEST, Report)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from rillflow.types.balance import Report
 from rillflow.types.base import Finite, Phase, Wire
 from rillflow.types.tasks import Ack
 from rillflow.types.units import Row
@@ -113,7 +114,8 @@ class StepPart(Wire, frozen=True):
     """What one of several ledgers says of a step: the numbers of its own part of the batch.
 
     `reward` and `flat` are means over the `played` groups that became complete since the last step, `staleness` over
-    the samples, `measured` over the `groups` of the part. `counters` are those of the ledger.
+    the samples, `measured` over the `groups` of the part. `counters` are those of the ledger, `balance` is its latest
+    report.
     """
 
     groups: int
@@ -127,6 +129,7 @@ class StepPart(Wire, frozen=True):
     replayed: int
     measured: dict[str, Finite]
     counters: dict[str, int]
+    balance: Report | None = None
 
 
 class CommitBatch(Wire, frozen=True):

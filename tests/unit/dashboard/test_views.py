@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import shutil
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -18,9 +20,11 @@ from rillflow.dashboard.views.nodes import balance, nodes, weights
 from rillflow.dashboard.views.overview import compare, differences, metrics, overview
 from rillflow.dashboard.views.records import bars, log_files, log_lines, shares, timeline
 from rillflow.dashboard.watched import WatchedRun, watch
+from rillflow.dataflow.ledger.database import Database
 from rillflow.errors import BadRequest, ConfigError, CorruptData, RunError
 from rillflow.runtime.folder import RunFolder
 from rillflow.storage.spans import STATES, Span
+from rillflow.types.runs import folder_of
 
 WIDE = Window(width=400)
 
@@ -238,6 +242,26 @@ def test_data_algorithms_of_the_recipe_and_what_they_dropped(tmp_path: Path) -> 
     assert shown["skipped"] == 2
     assert shown["trainers"][0]["algorithm"] == "grpo"
     assert [picture.key for picture in shown["charts"]] == ["flat"]
+
+
+def test_panels_add_up_all_ledgers(tmp_path: Path) -> None:
+    folder = make_run(tmp_path)
+    with closing(Database(folder.ledger)) as db:
+        db.run("INSERT INTO share_tally VALUES ('agent', 'filtered', 'zero_variance', 5)")
+        db.run("INSERT INTO hook_state VALUES ('filters.0', 'seen', '7')")
+        db.commit()
+    other = folder_of(folder.root, 1)
+    other.mkdir(parents=True)
+    shutil.copy(folder.ledger, other / folder.ledger.name)
+    known = json.loads((folder.root / "run.json").read_text())
+    (folder.root / "run.json").write_text(json.dumps({**known, "ledgers": 2}))
+    run = watched(RunFolder.open(folder.root))
+    shown = algorithms(run, WIDE)
+    assert (shown["taken"], shown["skipped"], shown["groups"]) == (40, 4, 34)
+    assert shown["filtered"] == [{"policy": "agent", "cause": "zero_variance", "count": 10}]
+    assert [state["key"] for state in shown["states"]] == ["ledger 0: seen", "ledger 1: seen"]
+    assert [error["count"] for error in log_files(run)["user_errors"]] == [6]
+    assert {row["name"]: row["completed"] for row in nodes(run, None)["nodes"]} == {"rollout-0": 80, "rollout-1": 8}
 
 
 def test_two_runs_share_their_charts(tmp_path: Path) -> None:

@@ -221,6 +221,23 @@ async def test_the_history_and_the_balance_are_those_of_all_ledgers(tmp_path: Pa
         assert (kept.production.consumed, kept.nodes[0].accepted) == (8, 8)
 
 
+async def test_the_balance_lines_are_of_all_ledgers(tmp_path: Path) -> None:
+    async with several(tmp_path, balance_every=1) as run:
+        await run.join()
+        await run.play()
+        batch = (await run.ask("a1")).batch
+        assert batch is not None
+        assert await run.commit(batch, 1)
+        first = run.parts[0].ledger
+        first.commit()
+        (line,) = [line for _, line in first.events_after(0) if line.get("event") == "balance"]
+        assert (line["production"]["produced"], line["production"]["consumed"]) == (8, 8)
+        assert [(node["id"], node["accepted"]) for node in line["nodes"]] == [("n0", 8)]
+        own = first.balances.latest()
+        assert own is not None
+        assert own.production.consumed == 4, "each ledger keeps the report of its own part"
+
+
 async def test_a_ledger_that_is_down_delays_only_its_own_tasks(tmp_path: Path) -> None:
     async with several(tmp_path, staleness=4) as run:
         leases: list[TaskLease] = []

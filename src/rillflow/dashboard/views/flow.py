@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter, defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -41,10 +41,14 @@ def flow(run: WatchedRun) -> dict[str, Any]:
     found = run.ledgers(_read)
     if not found:
         return {"prompts": None, "evaluation": None, "episodes": None, "samples": None, "streams": []}
+    return _flow(_sum(found))
+
+
+def _sum(found: Sequence[_Counts]) -> _Counts:
     whole = _Counts()
     for counts in found:
         whole.add(counts)
-    return _flow(whole)
+    return whole
 
 
 def _read(reads: Snapshot) -> _Counts:
@@ -127,14 +131,18 @@ _LONGEST = 400
 def algorithms(run: WatchedRun, window: Window) -> dict[str, Any]:
     run.curves.follow()
     dataflow = run.recipe.get("dataflow") or {}
-    found = run.ledger(_told, {"skipped": 0, "taken": 0, "filtered": [], "groups": 0, "states": []})
+    counts = _sum(run.ledgers(_read))
     return {
         "curators": [_hook(hook) for hook in dataflow.get("curators") or ()],
         "filters": [_hook(hook) for hook in dataflow.get("filters") or ()],
         "sampler": _hook(dataflow.get("sampler") or "earliest_deadline"),
         "staleness": dataflow.get("staleness"),
         "trainers": _trainers(run),
-        **found,
+        "taken": counts.counters["cursor"] - counts.counters[ELSEWHERE],
+        "skipped": counts.counters["skipped"],
+        "filtered": _filtered(counts.shares),
+        "groups": counts.shares.total(),
+        "states": _hook_states(run.ledgers(_states)),
         "charts": pictures(run, _CHARTS, window),
     }
 
@@ -155,23 +163,32 @@ def _trainers(run: WatchedRun) -> list[dict[str, Any]]:
     return rows
 
 
-def _told(reads: Snapshot) -> dict[str, Any]:
-    counters = {row["name"]: row["value"] for row in reads.all("SELECT name, value FROM counters")}
-    filtered = reads.all(
-        "SELECT stream, cause, n FROM share_tally WHERE state = 'filtered' AND n != 0 ORDER BY stream, n DESC"
-    )
-    groups = reads.value("SELECT sum(n) FROM share_tally")
+def _filtered(counted: Counter[tuple[str, str, str]]) -> list[dict[str, Any]]:
+    """Return the groups that filters dropped, by stream and cause, the most frequent cause first."""
+    ordered = sorted(counted.items(), key=lambda item: (item[0][0], -item[1]))
+    return [
+        {"policy": stream, "cause": cause, "count": number}
+        for (stream, state, cause), number in ordered
+        if state == "filtered"
+    ]
+
+
+def _states(reads: Snapshot) -> list[dict[str, Any]]:
     states = reads.all(
         "SELECT hook, key, substr(value, 1, ?) AS value FROM hook_state ORDER BY hook, key LIMIT ?",
         (_LONGEST, _MOST_STATE),
     )
-    return {
-        "taken": counters.get("cursor", 0),
-        "skipped": counters.get("skipped", 0),
-        "filtered": [{"policy": row["stream"], "cause": row["cause"], "count": row["n"]} for row in filtered],
-        "groups": int(groups or 0),
-        "states": [{"hook": row["hook"], "key": row["key"], "value": _plain(row["value"])} for row in states],
-    }
+    return [{"hook": row["hook"], "key": row["key"], "value": _plain(row["value"])} for row in states]
+
+
+def _hook_states(found: Sequence[list[dict[str, Any]]]) -> list[dict[str, Any]]:
+    """Return the states of the hooks of all ledgers. With several, each state names its ledger."""
+    if len(found) < 2:
+        return [state for states in found for state in states]
+    named = [
+        {**state, "key": f"ledger {number}: {state['key']}"} for number, states in enumerate(found) for state in states
+    ]
+    return sorted(named, key=lambda state: str(state["hook"]))[:_MOST_STATE]
 
 
 def _plain(text: str) -> str:

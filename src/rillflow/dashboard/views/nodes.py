@@ -10,6 +10,7 @@ from typing import Any
 
 import msgspec
 
+from rillflow.clients.sums import sum_nodes
 from rillflow.dashboard.views.charts import Line, Picture
 from rillflow.dashboard.watched import Live, WatchedRun
 from rillflow.dataflow.balance import SATED, STARVING
@@ -19,7 +20,7 @@ from rillflow.dataflow.ledger.nodes import node_info
 from rillflow.dataflow.ledger.tables import SUM, Node
 from rillflow.errors import RillflowError, RunError
 from rillflow.resources.workers import Worker
-from rillflow.types import NodeInfo
+from rillflow.types import NodeInfo, NodeList
 from rillflow.types.base import json_decoder
 from rillflow.weights.manifest import HEAD, VersionManifest, folder_name
 from rillflow.weights.manifest import Line as VersionLine
@@ -103,15 +104,14 @@ def fleet(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def known_nodes(run: WatchedRun, live: Live | None) -> list[NodeInfo]:
-    """Return the nodes from the service; if none answers, from the ledger."""
+    """Return the nodes from the service; if none answers, from the ledgers."""
 
-    def read(reads: Snapshot) -> list[NodeInfo]:
+    def read(reads: Snapshot) -> NodeList:
         rows = reads.all(f"SELECT {Node.columns()} FROM nodes WHERE name != ? ORDER BY name", (SUM,))
         nodes = [Node(*row) for row in rows]
-        return [node_info(node, run.now(), node.rate) for node in nodes]
+        return NodeList(nodes=[node_info(node, run.now(), node.rate) for node in nodes])
 
-    nothing: list[NodeInfo] = []
-    return live.nodes if live is not None else run.ledger(read, nothing)
+    return live.nodes if live is not None else sum_nodes(run.ledgers(read)).nodes
 
 
 def known_heads(run: WatchedRun, live: Live | None) -> dict[str, int]:

@@ -110,10 +110,25 @@ def log_files(run: WatchedRun) -> dict[str, Any]:
                 "warnings": found.count("WARNING"),
             }
         )
-    return {"files": files, **run.ledger(_errors, {"user_errors": [], "failures": []})}
+    told = run.ledgers(_errors)
+    return {
+        "files": files,
+        "user_errors": _sum_errors([error for errors, _ in told for error in errors]),
+        "failures": [failure for _, failures in told for failure in failures][:_MOST_FAILURES],
+    }
 
 
-def _errors(reads: Snapshot) -> dict[str, Any]:
+def _sum_errors(errors: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return each error once, with the counts of all ledgers, the most frequent first."""
+    found: dict[tuple[str, str], dict[str, Any]] = {}
+    for error in errors:
+        key = (error["kind"], error["where"])
+        found[key] = {**error, "count": error["count"] + found.get(key, {"count": 0})["count"]}
+    return sorted(found.values(), key=lambda error: -error["count"])[:_MOST_ERRORS]
+
+
+def _errors(reads: Snapshot) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """Return the errors of user code and the last failed episodes of one ledger."""
     errors = reads.all("SELECT * FROM user_errors ORDER BY n DESC, kind, place LIMIT ?", (_MOST_ERRORS,))
     # By the groups, which have an index; of groups that were trained all the same, the user errors tell.
     failures = reads.all(
@@ -122,16 +137,16 @@ def _errors(reads: Snapshot) -> dict[str, Any]:
         "ORDER BY g.ord DESC LIMIT ?",
         (_MOST_FAILURES, _MOST_FAILURES),
     )
-    return {
-        "user_errors": [
+    return (
+        [
             dict(kind=row["kind"], where=row["place"], error=row["error"], trace=row["trace"], count=row["n"])
             for row in errors
         ],
-        "failures": [
+        [
             {"task": row["id"], "cause": row["cause"], "error": row["error"], "node": row["last_node"]}
             for row in failures
         ],
-    }
+    )
 
 
 def log_lines(run: WatchedRun, name: str, level: str = "DEBUG", find: str = "") -> dict[str, Any]:

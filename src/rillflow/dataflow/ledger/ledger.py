@@ -12,6 +12,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from msgspec.structs import replace
+
 from rillflow.contracts import Clock, PromptSource, SystemClock
 from rillflow.dataflow.hooks import Hooks
 from rillflow.dataflow.hooks.running import Beside
@@ -404,9 +406,10 @@ class Ledger(Parts):
                     self._hooks.on_version(news.version)
                 for stream in self.rules.streams_of(news.policy):
                     self.streams.refuse_stale(stream, between_steps=stream == news.policy)
-                self.balances.after_commit(news.policy)
+                self.balances.after_commit(news.policy, [part.balance for part in news.parts if part.balance])
                 self.advance()
-            return Committed(accepted=True, part=self.steps.told(news.version) if self.rules.ledger else None)
+            part = self.steps.told(news.version) if self.rules.ledger else None
+            return Committed(accepted=True, part=part and replace(part, balance=self.balances.latest()))
 
     def join_trainer(self, ask: JoinTrainer) -> TrainerJoined:
         """Begin a new incarnation of a trainer from a checkpoint. Batches committed after it return to the stream."""
