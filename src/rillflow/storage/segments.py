@@ -22,7 +22,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
@@ -118,23 +118,31 @@ def _unwritten(folder: Path, number: int) -> Iterator[bool]:
         os.close(descriptor)
 
 
+class _Threads(NamedTuple):
+    """The threads that work for one file: one writes long records, the other syncs."""
+
+    writes: ThreadPoolExecutor
+    syncs: ThreadPoolExecutor
+
+
 class _SegmentFile:
     """One open file. `end` is where the next record goes, `kept` the end of what was acknowledged."""
 
-    def __init__(self, descriptor: int, path: Path, number: int, durability: Durability) -> None:
+    def __init__(self, descriptor: int, path: Path, number: int, synced: bool, threads: _Threads) -> None:
         self.number = number
         self.end = 0
         self.kept = 0
         self._descriptor = descriptor
         self._path = path
-        self._synced = durability == "machine"
+        self._synced = synced
+        self._threads = threads
         self._waiting: list[memoryview | bytes] = []
         self._handed = 0  # where the first of the waiting goes
         self._pushed = 0  # how far it was sent to the disk ahead of a sync
         self._writing: list[Future[None]] = []
 
     @classmethod
-    def create(cls, folder: Path, limit: int, durability: Durability, mode: int) -> _SegmentFile:
+    def create(cls, folder: Path, limit: int, synced: bool, mode: int, threads: _Threads) -> _SegmentFile:
         """Return the next file, with a number that was never used."""
         # Files first, then the highest dropped: a segment dropped in between is seen in one of the two.
         number = max(segment_numbers(folder), default=-1)
@@ -150,7 +158,7 @@ class _SegmentFile:
                 fcntl.flock(descriptor, fcntl.LOCK_EX)
                 if _highest_dropped(folder) < number:
                     _preallocate(descriptor, limit)
-                    return cls(descriptor, path, number, durability)
+                    return cls(descriptor, path, number, synced, threads)
                 # Another writer had this number, and it was dropped meanwhile.
                 path.unlink()
             except BaseException:
@@ -158,7 +166,7 @@ class _SegmentFile:
                 raise
             os.close(descriptor)
 
-    def add(self, record: Sealed, writes: ThreadPoolExecutor, syncs: ThreadPoolExecutor) -> Place:
+    def add(self, record: Sealed) -> Place:
         """Add a record. Long ones are written, and sent to the disk, while the next ones are sealed."""
         place = Place(self.number, self.end, record.length)
         self._waiting.append(record.start(self.number, self.end))
@@ -166,11 +174,11 @@ class _SegmentFile:
         self.end += record.length
         if self.end - self._handed >= _WRITE_BYTES:
             buffers, start = self._take()
-            written = writes.submit(_write_all, self._descriptor, buffers, start)
+            written = self._threads.writes.submit(_write_all, self._descriptor, buffers, start)
             self._writing.append(written)
             if self._synced and self.end - self._pushed >= _PUSH_BYTES:
                 self._pushed = self.end
-                self._writing.append(syncs.submit(self._push, written))
+                self._writing.append(self._threads.syncs.submit(self._push, written))
         return place
 
     def _push(self, written: Future[None]) -> None:
@@ -259,12 +267,13 @@ class SegmentWriter:
     ) -> None:
         self._folder = folder
         self._limit = limit
-        self._durability = durability
+        self._synced = durability == "machine"
         self._mode = 0o600 if private else 0o644
         self._file: _SegmentFile | None = None
-        self._writes = ThreadPoolExecutor(1, "segment-writes")
         # Full files are finished, and new ones entered into the folder, while the next is written.
         self._background = ThreadPoolExecutor(1, "segment-syncs")
+        # Files take turns between two threads, because the kernel lets one thread at a time write into a file.
+        self._threads = deque(_Threads(ThreadPoolExecutor(1, "segment-writes"), self._background) for _ in range(2))
         self._jobs: deque[Future[None]] = deque()
         with disk_errors(folder):
             folder.mkdir(parents=True, exist_ok=True)
@@ -281,7 +290,7 @@ class SegmentWriter:
             self._make_room(sum(record.length for record in records))
             file = self._file or self._create(self._limit)
             for record in records:
-                file.add(record, self._writes, self._background)
+                file.add(record)
             return file.number
 
     @contextmanager
@@ -301,16 +310,18 @@ class SegmentWriter:
 
     def close(self) -> None:
         self._abandon()
-        self._writes.shutdown()
+        for threads in self._threads:
+            threads.writes.shutdown()
         self._background.shutdown()
 
     def _add(self, record: Sealed) -> Place:
         self._make_room(record.length)
         file = self._file or self._create(max(self._limit, record.length))
-        return file.add(record, self._writes, self._background)
+        return file.add(record)
 
     def _create(self, limit: int) -> _SegmentFile:
-        self._file = _SegmentFile.create(self._folder, limit, self._durability, self._mode)
+        self._threads.rotate()
+        self._file = _SegmentFile.create(self._folder, limit, self._synced, self._mode, self._threads[0])
         self._jobs.append(self._background.submit(fsync_folder, self._folder))
         return self._file
 

@@ -110,6 +110,25 @@ def test_the_system_may_take_any_part_of_a_write(tmp_path, open_writer, monkeypa
     assert contents(tmp_path, put(open_writer(tmp_path), *values)) == values
 
 
+def test_files_take_turns_between_two_threads(tmp_path, open_writer, monkeypatch):
+    monkeypatch.setattr(segments, "_WRITE_BYTES", 64)
+    real, threads = os.pwritev, {}
+
+    def noted(descriptor, buffers, offset):
+        if threading.current_thread().name.startswith("segment-writes"):
+            threads.setdefault(os.fstat(descriptor).st_ino, set()).add(threading.get_ident())
+        return real(descriptor, buffers, offset)
+
+    monkeypatch.setattr("rillflow.storage.segments.os.pwritev", noted)
+    values = [os.urandom(100) for _ in range(12)]
+    places = put(open_writer(tmp_path, limit=600), *values)
+    files = [threads[segment_path(tmp_path, number).stat().st_ino] for number in range(places[-1].segment + 1)]
+    assert len(files) > 2
+    assert all(len(of) == 1 for of in files)
+    assert all(one.isdisjoint(after) for one, after in zip(files, files[1:], strict=False))
+    assert contents(tmp_path, places) == values
+
+
 def test_a_file_is_preallocated_while_open_and_cut_when_closed(tmp_path):
     writer = SegmentWriter(tmp_path, limit=1 << 20)
     assert segment_numbers(tmp_path) == []
