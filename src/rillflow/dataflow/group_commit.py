@@ -199,6 +199,8 @@ class Journal:
 
     def catch_up(self, ledger: Ledger, until: int = NEWEST) -> None:
         """Append the lines to number `until`, which are durable. A disk that refuses is reported and tried again."""
+        if until <= self._last and not self._torn:
+            return
         try:
             if self._torn:
                 self._last, self._torn = self._mend(), False

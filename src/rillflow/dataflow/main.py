@@ -67,6 +67,7 @@ async def serve(
     opened = open_ledger(recipe, folder, ledger=ledger, resume=resume, group_reward=group_reward is not None)
     bounds = kept_bounds(recipe) if ledger == 0 else None
     try:
+        opened.db.reserve_log()
         service = DataflowService(
             opened,
             Journal(folder_of(folder, ledger) / METRICS),

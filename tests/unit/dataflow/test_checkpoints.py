@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import shutil
 import threading
 
 import pytest
 from dataflow_server import served
 
 from rillflow.dataflow.audit import audit
+from rillflow.dataflow.ledger.database import Database
 from rillflow.errors import StorageError
 
 EVERY = 100
@@ -112,3 +114,34 @@ async def test_a_copy_that_fails_is_tried_again(tmp_path, monkeypatch, caplog):
         await change(run, 10 * EVERY // 10)
         assert len(failed) == 2
         assert "could not be copied" in caplog.text
+
+
+def test_a_reserved_log_does_not_grow_and_is_read_after_a_kill(tmp_path):
+    db = Database(tmp_path / "ledger.sqlite")
+    db.reserve_log(1 << 20)
+    log = tmp_path / "ledger.sqlite-wal"
+    before = log.stat().st_size
+    for number in range(20):
+        with db.change():
+            db.set_meta("number", number)
+        db.commit()
+    assert (before, log.stat().st_size) == (1 << 20, 1 << 20)
+    left = tmp_path / "left"  # as a killed process leaves them
+    left.mkdir()
+    for file in (db.path, log):
+        shutil.copy(file, left)
+    db.close()
+    again = Database(left / "ledger.sqlite")
+    assert again.meta("number") == 19
+    again.reserve_log(1 << 20)
+    assert (left / log.name).stat().st_size == 1 << 20, "what is reserved stays"
+    again.close()
+
+
+def test_no_log_is_reserved_on_a_disk_that_is_nearly_full(tmp_path):
+    db = Database(tmp_path / "ledger.sqlite")
+    log = tmp_path / "ledger.sqlite-wal"
+    before = log.stat().st_size
+    db.reserve_log(1 << 60)
+    assert log.stat().st_size == before
+    db.close()

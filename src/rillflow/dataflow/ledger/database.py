@@ -40,6 +40,7 @@ log = logging.getLogger(__name__)
 
 Value = str | int | float | None
 R = TypeVar("R", bound=Record)
+LOG_BYTES = 16 << 20  # of the log between two copies into the database's file (`group_commit.COPY_EVERY`)
 _STATEMENTS = 512  # prepared and kept: more than the ledger has
 # Faults of the values that a statement was given: a broken constraint, a number or a type that SQLite does not take.
 _OWN_FAULTS = (sqlite3.IntegrityError, sqlite3.DataError, sqlite3.InterfaceError, sqlite3.ProgrammingError)
@@ -171,6 +172,22 @@ class Database:
             os.fdatasync(self._log)
         except OSError as error:
             raise StorageError(f"the log of {self.path} was not synced: {error}", "check the disk") from error
+
+    def reserve_log(self, size: int = LOG_BYTES) -> None:
+        """Fill the rest of the log's first `size` bytes with zeros, before others use the database.
+
+        A sync of a file that has grown also writes the file's new size, which takes as long as the data. SQLite reads
+        zeros as the end of the log. On a disk that is nearly full the log grows as it is written.
+        """
+        try:
+            with open(f"{self.path}-wal", "r+b") as file:
+                disk, held = os.fstatvfs(file.fileno()), file.seek(0, os.SEEK_END)
+                if held < size < disk.f_bavail * disk.f_frsize / 4:
+                    file.write(bytes(size - held))
+                    file.flush()
+                    os.fsync(file.fileno())
+        except OSError as error:
+            raise StorageError(f"the log of {self.path} was not reserved: {error}", "check the disk") from error
 
     def write(self) -> None:
         """Every change so far is in the log."""
