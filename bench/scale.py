@@ -1,6 +1,7 @@
 """How Rillflow would do on 8 to 4,096 GPUs: a simulation fed with costs that are measured here.
 
-    python -m bench.scale [--quick] [--validate] [--costs FILE] [--models 8B,1.7B,32B] [--json FILE] [--picture FILE]
+    python -m bench.scale [--quick] [--costs FILE] [--models 8B,1.7B,32B] [--json FILE]
+    python -m bench.scale --validate --costs FILE [--quick]
 
 First what the ledger, the storage units, the gateway and the weight server take is measured at the real processes
 (`scale_ledger`, `scale_parts`; `--costs` takes them from an earlier result instead). Then whole runs are simulated
@@ -12,16 +13,20 @@ First what the ledger, the storage units, the gateway and the weight server take
 * one controller: all data passes through one process, as in single-controller frameworks, on the same costs.
 
 How many GPUs sample and how many train is what the three-zone rule of the balance report comes to at 64 GPUs. The batch
-grows with the GPUs. `--validate` compares the model with real services and clients (`scale_validate`) instead.
+grows with the GPUs. The first model runs as ours at every size, everything else at every other size. Progress is
+printed as it goes on. `--validate` compares the model with real services and clients (`scale_validate`) and adds the
+comparison to FILE. `python -m bench.scale_page` makes the figures of docs/scaling.md from the record.
 """
 
 from __future__ import annotations
 
+import gc
 import json
+import shlex
 import sys
 import time
-from collections.abc import Callable, Sequence
-from concurrent.futures import ProcessPoolExecutor
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass
 from multiprocessing import get_context
 from pathlib import Path
@@ -30,12 +35,11 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from bench.common import Report, parser
+from bench.common import Report, parser, write_json
 from bench.scale_costs import Costs
 from bench.scale_ledger import measure_ledger
 from bench.scale_model import Simulation
 from bench.scale_parts import measure_parts
-from bench.scale_picture import draw
 from bench.scale_state import Outcome
 from bench.scale_validate import validate
 from bench.scale_world import MODELS, Model, World, by_host, centralised, world_of
@@ -44,6 +48,7 @@ BALANCED_AT = 64
 # Steps until the window has passed once, then counted steps, with at least this many samples.
 WARM, COUNTED, SAMPLES = 7, 3, 4000
 MOST_SECONDS = 1800.0  # simulated; where the ledger is full, fewer steps are counted
+FEWER_SIZES = (8, 64, 512, 1024, 4096)  # of all series but the first
 CONTROLLER = "one controller"
 VARIANTS: dict[str, Callable[[World, Costs], tuple[World, Costs]]] = {
     "ours": lambda world, costs: (world, costs),
@@ -80,6 +85,7 @@ class Point:
 def run(world: World, costs: Costs) -> Outcome:
     """Small batches differ more from each other: more of them count."""
     counted = max(COUNTED, SAMPLES // (world.groups * world.group_size))
+    gc.disable()  # millions of events and no cycles
     return Simulation(world, costs).run(counted, WARM, MOST_SECONDS)
 
 
@@ -112,25 +118,31 @@ def simulate(job: Job) -> Point:
     sampling = min(max(1, round(job.share * engines)), engines - 1)
     plain = world_of(job.gpus, job.model, job.costs.parts, sampling * job.model.engine_gpus)
     world, costs = VARIANTS[job.variant](plain, job.costs)
-    began = time.process_time()
-    outcome = run(world, costs)
-    seconds = time.process_time() - began
-    print(f"{job.model.name} {job.gpus} {job.variant}: {outcome.rate:.1f} samples/s ({seconds:.0f} s)", file=sys.stderr)
-    return Point(job.model.name, job.variant, job.gpus, sampling, world.ranks, outcome)
+    return Point(job.model.name, job.variant, job.gpus, sampling, world.ranks, run(world, costs))
+
+
+def jobs_of(models: Sequence[Model], shares: Sequence[float], costs: Costs, sizes: Sequence[int]) -> Iterator[Job]:
+    """The first model in all variants, the others as ours. Only the first series has every size."""
+    for model, share in zip(models, shares, strict=True):
+        for variant in VARIANTS if model is models[0] else list(VARIANTS)[:1]:
+            every = model is models[0] and variant == "ours"
+            for gpus in sizes if every else [size for size in sizes if size in FEWER_SIZES]:
+                yield Job(model, variant, gpus, share, costs)
 
 
 def simulate_all(models: Sequence[Model], costs: Costs, sizes: Sequence[int]) -> list[Point]:
-    """The first model in all variants, the others as ours. The longest first, as many at once as there are cores."""
+    """The longest first, as many at once as there are cores."""
+    began = time.monotonic()
     with ProcessPoolExecutor(mp_context=get_context("spawn")) as pool:
         shares = list(pool.map(balanced, models, [costs] * len(models)))
-        jobs = [
-            Job(model, variant, gpus, share, costs)
-            for model, share in zip(models, shares, strict=True)
-            for variant in (VARIANTS if model is models[0] else list(VARIANTS)[:1])
-            for gpus in sizes
-        ]
-        longest_first = sorted(jobs, key=lambda job: -job.gpus)
-        points = dict(zip(longest_first, pool.map(simulate, longest_first), strict=True))
+        jobs = list(jobs_of(models, shares, costs, sizes))
+        tasks = {pool.submit(simulate, job): job for job in sorted(jobs, key=lambda job: -job.gpus)}
+        points: dict[Job, Point] = {}
+        for task in as_completed(tasks):
+            point = points[tasks[task]] = task.result()
+            told = f"{point.model}, {point.variant}, {point.gpus} GPUs: {point.outcome.rate:.1f} samples/s"
+            minutes = (time.monotonic() - began) / 60
+            print(f"{len(points)} of {len(jobs)} simulated in {minutes:.1f} min; {told}", file=sys.stderr, flush=True)
     return [points[job] for job in jobs]
 
 
@@ -198,24 +210,34 @@ def _plain(point: Point) -> dict[str, Any]:
     }
 
 
+def add_validation(path: Path, *, quick: bool) -> None:
+    """Compare the model, with the costs of the record at `path`, with real runs; add the result to the record."""
+    record = json.loads(path.read_text())
+    report = Report("scale")
+    validate(report, Costs.load(record["costs"]), quick=quick)
+    command = shlex.join(["python", "-m", "bench.scale", *sys.argv[1:]])
+    record["validation"] = {"command": command, "results": report.results}
+    write_json(record, str(path))
+
+
 def main() -> None:
     arguments = parser(__doc__ or "")
-    arguments.add_argument("--validate", action="store_true", help="compare the model with real runs, and do no more")
+    arguments.add_argument("--validate", action="store_true", help="compare the model of FILE with real runs")
     arguments.add_argument("--costs", type=Path, metavar="FILE", help="take the costs from an earlier result")
     arguments.add_argument("--models", default="8B,1.7B,32B", help="the first in all variants, the others as ours")
     arguments.add_argument("--most", type=int, default=4096, help="largest number of GPUs")
-    arguments.add_argument("--picture", type=Path, metavar="FILE", help="draw it")
     given = arguments.parse_args()
+    if given.validate:
+        if given.costs is None:
+            arguments.error("--validate needs --costs FILE")
+        add_validation(given.costs, quick=given.quick)
+        return
     if given.costs is not None:
         costs = Costs.load(json.loads(given.costs.read_text())["costs"])
     else:
         nodes = (8, 64) if given.quick else (8, 64, 256, 1024)
         costs = Costs(measure_ledger(nodes, 200 if given.quick else 400), measure_parts(quick=given.quick))
     report = Report("scale")
-    if given.validate:
-        validate(report, costs, quick=given.quick)
-        report.finish(given.json, costs=costs.dump(), points=[])
-        return
     sizes = [size for size in (2**power for power in range(3, 13)) if size <= (256 if given.quick else given.most)]
     series: dict[tuple[str, str], list[Point]] = {}
     for point in simulate_all([MODELS[name] for name in given.models.split(",")], costs, sizes):
@@ -224,8 +246,6 @@ def main() -> None:
         show(points)
     add_points(report, series)
     points = [_plain(point) for some in series.values() for point in some]
-    if given.picture is not None:
-        draw(points, given.picture)
     report.finish(given.json, costs=costs.dump(), points=points)
 
 

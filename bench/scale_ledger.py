@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import statistics
+import sys
 import tempfile
 import time
 import uuid
@@ -225,7 +226,11 @@ async def _sync(load: LedgerLoad) -> float:
 
 
 def measure_ledger(sizes: Sequence[int], calls: int = 400) -> LedgerCosts:
-    found = [asyncio.run(measure_size(size, calls)) for size in sizes]
+    found = []
+    for size in sizes:
+        began = time.monotonic()
+        found.append(asyncio.run(measure_size(size, calls)))
+        print(f"ledger with {size} nodes measured in {time.monotonic() - began:.0f} s", file=sys.stderr, flush=True)
     names = [name for name in found[0] if name != "sync"]
     curves = {name: Curve(tuple(sizes), tuple(max(one[name], 0.0) for one in found)) for name in names}
     return LedgerCosts(**curves, sync=min(one["sync"] for one in found))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 import pytest
 
 import bench
+from bench import scale_page
 from bench.scale_costs import Costs, Curve, LedgerCosts, PartCosts, call_and_each, recorded
 from bench.scale_model import Simulation
 from bench.scale_queues import Clock, Engine, Server
@@ -171,3 +173,10 @@ def test_results_that_the_simulation_takes_from_other_benches_are_recorded() -> 
 def test_a_result_that_is_not_recorded_is_named() -> None:
     with pytest.raises(SystemExit, match="has no result '9b: tokens a second'"):
         recorded("trainer-h200", "9b: tokens a second")
+
+
+def test_the_page_has_the_figures_of_the_record() -> None:
+    page = scale_page.PAGE.read_text()
+    assert all(f"<!-- scale: {name} -->" in page for name in scale_page.BLOCKS)
+    record = json.loads(scale_page.RECORD.read_text())
+    assert scale_page.filled(page, record) == page, "run `python -m bench.scale_page`"
