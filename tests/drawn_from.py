@@ -1,6 +1,6 @@
-"""What tokens are drawn from, by its definition, and the grid of settings on which every engine must tell it exactly.
+"""The definition of the distribution that tokens are drawn from, and the settings on which every engine must match it.
 
-There is no `min_p` in it, nor penalties, nor `logit_bias`: they are refused by name (`test_odd_values.py`,
+The grid has no `min_p`, penalties or `logit_bias`: engines refuse them by name (`test_odd_values.py`,
 `test_server_engine.py`).
 """
 

@@ -15,8 +15,8 @@ _RESET = struct.pack("ii", 1, 0)  # SO_LINGER: a close is a reset
 class Forwarder:
     """Carries bytes to `upstream` (an URL, which may change) and back.
 
-    `delay` holds every piece back for so many seconds, and `rate` lets so many bytes a second through on each way of a
-    connection; 0 is no limit.
+    `delay` is the number of seconds that every piece is held back, `rate` the bytes a second in each direction of a
+    connection; 0 means unlimited.
     """
 
     def __init__(self, upstream: str) -> None:

@@ -1,4 +1,4 @@
-"""What `import rillflow` gives: names that exist, are documented, and cost nothing until they are used."""
+"""The names of `import rillflow` exist, are documented, and cost nothing until they are used."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a recipe with several ledgers may say, and what is refused by name."""
+"""Recipes with several ledgers: the valid ones, and the settings that are refused by name."""
 
 from __future__ import annotations
 

@@ -164,7 +164,7 @@ class Trainer:
 
 
 class Node:
-    """Plays all that it gets with the trainer's version, and tells of it until it is heard."""
+    """Plays every task with the trainer's version, and repeats its report until it is acknowledged."""
 
     def __init__(self, client: DataflowClient, trainer: Trainer) -> None:
         self._client = client

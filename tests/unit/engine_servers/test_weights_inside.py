@@ -1,5 +1,5 @@
-"""What changes weights inside a server, on a model that is laid out as vLLM lays out its own: projections fused,
-shards of two ranks, a head of its own or none, norms on every rank."""
+"""The code that changes weights inside a server, on a model with vLLM's layout: fused projections, shards of two
+ranks, a separate or a tied head, norms on every rank."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the gateway refuses over real HTTP, and how calls and sessions end early."""
+"""Refusals of the gateway over real HTTP, and early ends of calls and sessions."""
 
 from __future__ import annotations
 

@@ -65,7 +65,7 @@ def test_the_same_numbers_and_gradients(name: str) -> None:
 
 @pytest.mark.parametrize("name", MODELS)
 def test_the_same_numbers_and_gradients_of_packed_rows(name: str) -> None:
-    """Where queries and keys are normed and rotated as they come from the projections."""
+    """Also in models that normalise and rotate queries and keys directly after the projections."""
     torch.manual_seed(0)
     model = MODELS[name]()
     fused = copy.deepcopy(model)

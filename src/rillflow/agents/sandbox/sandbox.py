@@ -28,7 +28,7 @@ _CLOSED = "the sandbox was closed while code ran in it"
 
 class Sandbox:
     """A pool of isolated processes. `run` and `grade` never raise for what the code does; a SandboxError means that
-    there is no result."""
+    they have no result."""
 
     def __init__(self, config: SandboxConfig | None = None) -> None:
         self.config = config or SandboxConfig()

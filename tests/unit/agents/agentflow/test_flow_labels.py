@@ -1,4 +1,4 @@
-"""Labels: what a decision is worth by what came of it, and the text that a process reward model reads of it."""
+"""Labels of decisions by the outcomes that followed, and the text that a process reward model reads."""
 
 from __future__ import annotations
 

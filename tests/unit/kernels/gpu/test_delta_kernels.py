@@ -120,12 +120,12 @@ def test_more_records_than_there_was_room_for(budget: int, monkeypatch: pytest.M
     monkeypatch.setattr(writer, "_room", lambda estimates: 7)
     assert gpu.encode_many(there) == made
     assert [one[1:] for one in made] == [delta.encode(base, new)[1:] for base, new in pairs]
-    # What is in one batch is where it landed, one delta after the other, and nobody can write to it.
+    # The deltas of one batch are read-only views of the memory into which it was copied.
     assert all(isinstance(one.data, memoryview) and one.data.readonly for one in made)
 
 
 def test_more_has_changed_than_the_last_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is expected of a call is what the one before has seen; the deltas are the same."""
+    """A call sizes its memory by the changes of the call before; the deltas are the same if more has changed."""
     monkeypatch.setattr(writer, "_seen", {})
     monkeypatch.setattr(writer, "_ROOM", 8)
     few, many = pair(5000, 0.001), pair(5000, 0.3)
@@ -149,7 +149,7 @@ def test_segments_and_batches_of_tensors() -> None:
 
 
 def test_runs_at_once_are_those_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a trainer publishes from a GPU: small tensors joined, several runs in a call."""
+    """A trainer publishes like this from a GPU: small tensors joined, several runs in a call."""
     monkeypatch.setattr(previous, "_alike", lambda one, other: True)
     monkeypatch.setattr(delta_file, "RUN", 3000)
     monkeypatch.setattr(delta_file, "_room", lambda like, weights: torch.empty(weights, dtype=like.dtype))
@@ -185,7 +185,7 @@ def test_fingerprints_are_those_of_the_host() -> None:
 
 @pytest.mark.parametrize("count", [3, 5])
 def test_classes_of_which_all_or_most_weights_change(count: int) -> None:
-    """What is coded then is nothing, or the others."""
+    """If all weights of a class change, no position is coded; if most do, the unchanged ones are."""
     source = torch.Generator().manual_seed(count)
     exponents = torch.randint(100, 100 + count, (9000,), generator=source).to(torch.int16)
     base = (exponents << 7 | torch.randint(0, 128, (9000,), generator=source).to(torch.int16)).view(torch.bfloat16)
@@ -212,8 +212,8 @@ def test_arrays_in_one_piece_of_memory() -> None:
     with pytest.raises(AssertionError):
         kept.after(1)
     del kept
-    gc.collect()  # what was raised knows who raised it
-    assert gone() is None, "who has the arrays has the memory, and nobody else"
+    gc.collect()  # the exception holds a reference to the frame that raised it
+    assert gone() is None, "the memory must be freed with its last array"
 
 
 @pytest.mark.parametrize("least", [0, 1 << 30])
