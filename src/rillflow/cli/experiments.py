@@ -167,7 +167,7 @@ def graph(
 
     Nothing is run. A graph that cannot work is refused here as `rillflow run` would refuse it.
     """
-    from rillflow.cli.graph import show_graph
+    from rillflow.cli.recipes import show_graph
 
     with clear_errors():
         show_graph(recipe, overrides or (), policy, svg)
@@ -220,7 +220,7 @@ def recipes(
     name: Annotated[str | None, typer.Argument(help="Show this one whole", show_default="a line for each")] = None,
 ) -> None:
     """List the shipped recipes, a line for each; or show one whole."""
-    from rillflow.cli.shipped import list_recipes, show_shipped
+    from rillflow.cli.recipes import list_recipes, show_shipped
 
     with clear_errors():
         if name is None:
