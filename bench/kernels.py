@@ -21,7 +21,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 
 from bench import endtoend_task as task
 from bench.common import Report, parser
@@ -32,6 +32,7 @@ from rillflow.trainer.batches import Databuffer
 from rillflow.trainer.forward import PolicyForward
 from rillflow.trainer.packing import micro_batches
 from rillflow.weights.delta import decode, encode
+from rillflow.weights.models import load_policy_model
 
 PROMPT, SAMPLES = 30, 128
 WEIGHTS, CHANGED = 135_000_000, 0.005
@@ -104,8 +105,7 @@ def main() -> None:
         path = task.make_model(Path(folder), 1)
 
         def model() -> PreTrainedModel:
-            made: PreTrainedModel = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
-            return made
+            return load_policy_model(str(path), "fp32", torch.device("cpu"))
 
         compare(report, "trainer", ("layers",), lambda: trainer(model()), repeats=repeats, unit="ms/sample")
         size = 2_000_000 if arguments.quick else 16_000_000
