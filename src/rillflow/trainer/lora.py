@@ -71,8 +71,8 @@ def adapter(model: PreTrainedModel, config: LoraConfig) -> Adapter:
     Collective if they are sharded."""
     tensors: dict[str, torch.Tensor] = {}
     for name, layer in _layers(model):
-        tensors[f"{name}.weight{LORA_A}"] = whole(layer.lora_A[_NAME].weight.detach())
-        tensors[f"{name}.weight{LORA_B}"] = whole(layer.lora_B[_NAME].weight.detach())
+        tensors[f"{name}.weight{LORA_A}"] = whole(layer.lora_A[_NAME].weight.detach(), torch.float32)
+        tensors[f"{name}.weight{LORA_B}"] = whole(layer.lora_B[_NAME].weight.detach(), torch.float32)
     return Adapter(tensors, config.rank, config.alpha)
 
 
@@ -89,7 +89,7 @@ def merged_weights(
         if ".lora_" in name:
             continue
         if id(tensor) not in cast:
-            cast[id(tensor)] = whole(tensor.detach().to(dtype), here=here)
+            cast[id(tensor)] = whole(tensor.detach(), dtype, here=here)
         base[name.replace(_BASE, ".")] = cast[id(tensor)]
     added = adapter(model, config)
     return merged(base, added) if here else base

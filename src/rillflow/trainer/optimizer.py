@@ -128,8 +128,8 @@ class Optimizer:
         """
         if self._config.lora is not None:
             return lora.merged_weights(self._model, self._config.lora, dtype, here=here)
-        own, aliases = self._state()
-        cast = {name: whole(tensor.to(dtype), here=here) for name, tensor in own.items()}
+        own, aliases = self._state(dtype)
+        cast = {name: whole(tensor, dtype, here=here) for name, tensor in own.items()}
         return cast | {alias: cast[name] for alias, name in aliases.items()}
 
     def shards(self, dtype: torch.dtype) -> Shards:
@@ -198,9 +198,9 @@ class Optimizer:
         state = {number: nested_state(flat[name], rule, dtype) for number, name, dtype in own if name in flat}
         return {"state": state, "param_groups": rule.state_dict()["param_groups"]}
 
-    def _state(self) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
-        """Return the model's state with masters in place of copies, each tied tensor once, and for each other name of a
-        tied tensor the name under which it is stored."""
+    def _state(self, dtype: torch.dtype | None = None) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
+        """Return the model's state with masters in place of copies in other dtypes than `dtype`, each tied tensor once,
+        and for each other name of a tied tensor the name under which it is stored."""
         masters = {id(self._parameters[name]): master for name, master in self._masters.items()}
         first: dict[int, str] = {}
         kept: dict[str, torch.Tensor] = {}
@@ -210,7 +210,8 @@ class Optimizer:
                 aliases[name] = first[id(tensor)]
                 continue
             first[id(tensor)] = name
-            kept[name] = (tensor if isinstance(tensor, DTensor) else masters.get(id(tensor), tensor)).detach()
+            as_it_is = isinstance(tensor, DTensor) or tensor.dtype == dtype
+            kept[name] = (tensor if as_it_is else masters.get(id(tensor), tensor)).detach()
         return kept, aliases
 
 

@@ -247,8 +247,8 @@ class ShardPublisher(Publisher):
         kind = self._decided()
         copied = self._shards.take({part.tensor: tensor for part, tensor in shards.parts.items()})
         parts = {part: copied[part.tensor] for part in shards.parts}
-        gathered = whole() if kind.whole else {}
-        kept = self._copy.take(gathered) if self._peers.rank == 0 else {}
+        gathered = whole() if kind.whole else {}  # new tensors: the next step does not change them
+        kept = gathered if self._peers.rank == 0 else {}
         self._taken_shards = _TakenShards(shards._replace(parts=parts), kept, kind, probe)
 
     def _decided(self) -> _Kind:

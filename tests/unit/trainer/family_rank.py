@@ -48,5 +48,7 @@ def sharded(family: str, peers: Peers) -> Outcome:
         if parameter.grad is not None and expected is not None:
             # Every rank has the same rows, and gradients are summed over ranks.
             scale = max(float(expected.abs().max()), 1e-3)
-            torch.testing.assert_close(whole(parameter.grad), peers.size * expected, rtol=0, atol=1e-4 * scale)
+            torch.testing.assert_close(
+                whole(parameter.grad, torch.float32), peers.size * expected, rtol=0, atol=1e-4 * scale
+            )
     return Outcome("exact")

@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, NamedTuple, ParamSpec, TypeVar
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
 P = ParamSpec("P")
 T = TypeVar("T")
 _ENTRY = "rillflow_entry_{}"
+_PIECE = 16 << 20  # bytes of a tensor that are gathered at once
 
 
 def shard(model: PreTrainedModel, config: TrainerConfig, peers: Peers, device: torch.device | None = None) -> None:
@@ -128,13 +130,26 @@ def _own(tensor: torch.Tensor, peers: Peers) -> tuple[int, torch.Tensor]:
     return 0, tensor if peers.rank == 0 else tensor.new_empty(0)
 
 
-def whole(tensor: torch.Tensor, *, here: bool = True) -> torch.Tensor:
-    """Return the full tensor of a shard, which all ranks must ask for together; other tensors as they are.
+def whole(tensor: torch.Tensor, dtype: torch.dtype, *, here: bool = True) -> torch.Tensor:
+    """Return the full tensor of a shard in `dtype`, which all ranks must ask for together; others are cast alone.
 
-    It is in host memory: the device never holds more than one full tensor besides the shards. A rank that does not need
-    it (`here` False) takes part and gets an empty tensor.
+    It is new, in host memory, and travels in pieces: besides it no rank holds more than one piece. A rank that does not
+    need it (`here` False) takes part and gets an empty tensor.
     """
     if not isinstance(tensor, DTensor):
-        return tensor
-    full = tensor.full_tensor()
-    return full.cpu() if here else full.new_empty(0)
+        return tensor.to(dtype)
+    mesh, local, shape = tensor.device_mesh, tensor.to_local(), tensor.shape
+    full = torch.empty(shape if here else (0,), dtype=dtype)
+    step = max(1, _PIECE // max(1, math.prod(shape[1:]) * dtype.itemsize))
+    for rank in range(mesh.size()):
+        first, last = share(shape[0], rank, mesh.size())
+        for row in range(first, last, step):
+            rows = slice(row, min(row + step, last))
+            if rank == mesh.get_local_rank():
+                piece = local[row - first : rows.stop - first].to(dtype).contiguous()
+            else:
+                piece = local.new_empty((rows.stop - row, *shape[1:]), dtype=dtype)
+            dist.broadcast(piece, group=mesh.get_group(), group_src=rank)
+            if here:
+                full[rows].copy_(piece)
+    return full

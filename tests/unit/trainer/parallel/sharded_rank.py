@@ -15,6 +15,7 @@ from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 from rillflow.config import LoraConfig, TrainerConfig
 from rillflow.trainer import lora
 from rillflow.trainer.optimizer import Optimizer
+from rillflow.trainer.parallel import sharding
 from rillflow.trainer.parallel.distributed import connect
 from rillflow.trainer.parallel.launch import Place
 from rillflow.trainer.parallel.loading import load_shards
@@ -70,12 +71,12 @@ def gradients_are_summed(peers: Peers, *, tied: bool) -> None:
         for name, parameter in sharded.named_parameters():
             assert parameter.grad is not None
             assert parameter.grad.dtype == torch.float32
-            assert_near(whole(parameter.grad), expected[name].grad)
+            assert_near(whole(parameter.grad, torch.float32), expected[name].grad)
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
     for name, parameter in sharded.named_parameters():
-        assert_near(whole(parameter.detach()), dict(plain.named_parameters())[name].detach())
+        assert_near(whole(parameter.detach(), torch.float32), dict(plain.named_parameters())[name].detach())
     assert ("lm_head.weight" in dict(sharded.named_parameters())) is not tied
     assert (sharded.lm_head.weight is sharded.model.embed_tokens.weight) is tied
 
@@ -134,10 +135,10 @@ def each_rank_reads_its_own_rows(peers: Peers, folder: Path, *, tied: bool) -> N
     found.backward()
     grads = {name: parameter.grad for name, parameter in plain.named_parameters()}
     for name, parameter in loaded.named_parameters():
-        assert torch.equal(whole(parameter.detach()), dict(plain.named_parameters())[name])
+        assert torch.equal(whole(parameter.detach(), torch.float32), dict(plain.named_parameters())[name])
         assert parameter.grad is not None
-        assert_near(whole(parameter.grad), peers.size * grads[name])
-    assert whole(next(loaded.parameters()).detach(), here=False).numel() == 0
+        assert_near(whole(parameter.grad, torch.float32), peers.size * grads[name])
+    assert whole(next(loaded.parameters()).detach(), torch.float32, here=False).numel() == 0
 
 
 def other_files_are_loaded_whole(peers: Peers, folder: Path) -> None:
@@ -194,6 +195,7 @@ def main(rank: int, ranks: int, rendezvous: str, folder: str) -> None:
     warnings.simplefilter("error")
     warnings.filterwarnings("ignore", "mkldnn_matmul failed", UserWarning)  # of a CPU that computes bf16 in software
     torch.set_num_threads(1)
+    sharding._PIECE = 256  # bytes: tensors travel in several pieces
     with connect(Place(rank, ranks, rendezvous), CPU) as peers:
         each_rank_reads_its_own_rows(peers, Path(folder), tied=True)
         each_rank_reads_its_own_rows(peers, Path(folder), tied=False)
