@@ -6,6 +6,7 @@ import errno
 import os
 import tempfile
 import threading
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -125,7 +126,7 @@ def test_files_take_turns_between_two_threads(tmp_path, open_writer, monkeypatch
     files = [threads[segment_path(tmp_path, number).stat().st_ino] for number in range(places[-1].segment + 1)]
     assert len(files) > 2
     assert all(len(of) == 1 for of in files)
-    assert all(one.isdisjoint(after) for one, after in zip(files, files[1:], strict=False))
+    assert all(one.isdisjoint(after) for one, after in pairwise(files))
     assert contents(tmp_path, places) == values
 
 

@@ -14,8 +14,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedModel
 from rillflow.config import KlConfig, LoraConfig, PolicyConfig, TrainerConfig
 from rillflow.errors import ConfigError
 from rillflow.trainer import lora
-from rillflow.trainer.attention.forest import KERNELS
-from rillflow.trainer.attention.kernels import Found, Fused, Heads, Spans
+from rillflow.trainer.attention import paths
 from rillflow.trainer.forward import PolicyForward, ScalarForward
 from rillflow.trainer.optimizer import Optimizer
 from rillflow.trainer.parallel.peers import Alone
@@ -66,19 +65,18 @@ def test_recomputing_layers_changes_no_number_and_keeps_less(folder: str, monkey
 
 @pytest.mark.parametrize("recompute", [False, True])
 def test_attention_is_never_computed_again(folder: str, recompute: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    class Counting(Fused):
-        calls = 0
+    calls, real = [], paths.forward
 
-        def forward(self, heads: Heads, spans: Spans, scale: float) -> Found:
-            Counting.calls += 1
-            return super().forward(heads, spans, scale)
+    def counted(*arguments: Any) -> Any:
+        calls.append(1)
+        return real(*arguments)
 
-    monkeypatch.setitem(KERNELS, "fused", Counting())
+    monkeypatch.setattr(paths, "forward", counted)
     settings = policy(folder, recompute=recompute, attention="sdpa")
     model = policy_model(settings, CPU)
     score_T, _ = PolicyForward(model, settings.trainer)(micro())
     score_T.sum().backward()
-    assert Counting.calls == len(decoder_layers(model))
+    assert len(calls) == len(decoder_layers(model))
 
 
 def test_layers_are_found_in_order(folder: str) -> None:

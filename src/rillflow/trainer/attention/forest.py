@@ -8,8 +8,7 @@ d against those segments. No pass needs a mask.
 `Joined` is one operator: a kernel computes the passes, which are joined by their log-sum-exps. A shared prefix is never
 copied, and only queries, keys, values, the result and its log-sum-exps are kept for the backward pass, as in flash
 attention. The operator is opaque to torch.compile, so no graph breaks at it. On a CPU it computes no passes, but whole
-paths (`attention.paths`). `Flex` is torch's flex attention with one
-block-sparse mask for the whole pack.
+paths (`attention.paths`). `Flex` is torch's flex attention with one block-sparse mask for the whole pack.
 """
 
 from __future__ import annotations
