@@ -1,21 +1,22 @@
-"""Every file and name on the page "One sample through the code" exists."""
+"""Every file and name on the page "One sample through the code" exists, and its link leads to its line."""
 
 from __future__ import annotations
 
-import ast
-import re
 from pathlib import Path
 
 import pytest
 
+from scripts.source_links import line_of, named
+
 ROOT = Path(__file__).parents[2]
-ROWS = re.findall(r"^\| `([\w/]+\.py)` \| `([\w.]+)` \|", (ROOT / "docs" / "one_sample.md").read_text(), re.MULTILINE)
 
 
-@pytest.mark.parametrize(("file", "name"), ROWS)
-def test_a_name_of_the_page_exists(file: str, name: str) -> None:
-    body: list[ast.stmt] = ast.parse((ROOT / "src" / "rillflow" / file).read_text()).body
-    for part in name.split("."):
-        found = [node for node in body if getattr(node, "name", None) == part]
-        assert found, f"{file} has no {name}"
-        body = getattr(found[0], "body", [])
+@pytest.mark.parametrize(("file", "name"), named())
+def test_a_name_of_the_page_has_a_line(file: str, name: str) -> None:
+    lines = (ROOT / "src" / "rillflow" / file).read_text().splitlines()
+    assert f" {name.rpartition('.')[2]}" in lines[line_of(file, name) - 1]
+
+
+def test_a_name_that_a_file_does_not_have_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"Node\.fly"):
+        line_of("rollout/node.py", "Node.fly")
