@@ -27,7 +27,6 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 _FILES = "*.safetensors"
-_PIECE = 16 << 20  # bytes of a tensor that are read at once
 
 
 def load_shards(
@@ -113,14 +112,6 @@ def _fill(model: PreTrainedModel, files: dict[str, tuple[Path, tuple[int, ...]]]
                 rows = file.get_slice(name)
                 if isinstance(parameter, DTensor):
                     first, last = share(parameter.shape[0], peers.rank, peers.size)
-                    _copy_rows(parameter.to_local(), rows, first, last)
+                    parameter.to_local().copy_(rows[first:last])
                 else:
-                    _copy_rows(parameter, rows, 0, parameter.shape[0])
-
-
-def _copy_rows(target: torch.Tensor, rows: Any, first: int, last: int) -> None:
-    """Copy the rows `first` to `last` of a tensor in a file, piece by piece."""
-    step = max(1, _PIECE // max(1, target[:1].nbytes))
-    for row in range(first, last, step):
-        end = min(row + step, last)
-        target[row - first : end - first].copy_(rows[row:end])
+                    parameter.copy_(rows[:])

@@ -15,7 +15,7 @@ from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 from rillflow.config import LoraConfig, TrainerConfig
 from rillflow.trainer import lora
 from rillflow.trainer.optimizer import Optimizer
-from rillflow.trainer.parallel import loading, sharding
+from rillflow.trainer.parallel import sharding
 from rillflow.trainer.parallel.distributed import connect
 from rillflow.trainer.parallel.launch import Place
 from rillflow.trainer.parallel.loading import load_shards
@@ -195,7 +195,7 @@ def main(rank: int, ranks: int, rendezvous: str, folder: str) -> None:
     warnings.simplefilter("error")
     warnings.filterwarnings("ignore", "mkldnn_matmul failed", UserWarning)  # of a CPU that computes bf16 in software
     torch.set_num_threads(1)
-    sharding._PIECE = loading._PIECE = 256  # bytes: tensors are gathered and read in several pieces
+    sharding._PIECE = 256  # bytes: tensors travel in several pieces
     with connect(Place(rank, ranks, rendezvous), CPU) as peers:
         each_rank_reads_its_own_rows(peers, Path(folder), tied=True)
         each_rank_reads_its_own_rows(peers, Path(folder), tied=False)
