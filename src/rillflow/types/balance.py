@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from rillflow.types.base import Wire
+from rillflow.types.base import Finite, Wire
 
 Branch = Literal["grow", "shrink", "hold"]
 NodeState = Literal["healthy", "suspect", "gone"]
@@ -20,12 +20,12 @@ class Window(Wire, frozen=True):
     since: int
     steps: int
     counted: int
-    wall_seconds: float
-    eval_seconds: float
-    training_seconds: float
-    step_seconds: float | None
-    batch_wait_seconds: float | None
-    wait_fraction: float | None
+    wall_seconds: Finite
+    eval_seconds: Finite
+    training_seconds: Finite
+    step_seconds: Finite | None
+    batch_wait_seconds: Finite | None
+    wait_fraction: Finite | None
 
 
 class Production(Wire, frozen=True):
@@ -34,12 +34,12 @@ class Production(Wire, frozen=True):
     gpus: int
     produced: int
     entered: int
-    accept_rate: float | None
+    accept_rate: Finite | None
     consumed: int
     stale_skipped: int
-    stale_rate: float | None
-    throughput_per_gpu: float
-    produce_consume_ratio: float | None
+    stale_rate: Finite | None
+    throughput_per_gpu: Finite
+    produce_consume_ratio: Finite | None
 
 
 class Decision(Wire, frozen=True):
@@ -58,8 +58,8 @@ class NodeReport(Wire, frozen=True):
     gpus: int
     produced: int
     accepted: int
-    accept_rate: float | None
-    throughput_per_gpu: float
+    accept_rate: Finite | None
+    throughput_per_gpu: Finite
     state: NodeState
 
 
@@ -68,7 +68,7 @@ class Report(Wire, frozen=True):
 
     policy: str
     version: int
-    time: float
+    time: Finite
     window: Window
     production: Production
     decision: Decision

@@ -38,13 +38,6 @@ def test_formulas_are_what_their_tests_say() -> None:
         exec("\n".join([row["payload"]["code"], *row["payload"]["test_list"]]), names)
 
 
-def test_pairs_are_right_if_their_digits_make_the_sum() -> None:
-    payload = {"digits": {"a": 3, "b": 8, "c": 1, "d": 6, "e": 9}, "target": 12}
-    for answer, worth in [("a+e", 1.0), ("b + c, no: e+a", 1.0), ("d+d", 0.0), ("a+b", 0.0), ("f+e", 0.0), ("", 0.0)]:
-        assert pairs.reward(payload, answer) == worth, answer
-    assert pairs.reward(payload, None) == 0.0
-
-
 def test_lessons_of_the_pairs() -> None:
     recipe = load_recipe("solver_verifier")
     prompts = recipe.options["prompts"]
