@@ -145,7 +145,8 @@ def assert_scores(forward: PolicyForward, rows: Rows, expected_N: torch.Tensor, 
     for make in micro_batches(Databuffer(rows), [], 4096, device=CPU, trees=trees):
         micro = make()
         score_T, _ = forward(micro)
-        torch.testing.assert_close(score_T, expected_N[torch.from_numpy(micro.source_T)], rtol=0, atol=1e-4)
+        # In fp32 recurrent layers add roundings up: 1.1e-4 at -5.7 was seen. A mistake is off by 1e-2 and more.
+        torch.testing.assert_close(score_T, expected_N[torch.from_numpy(micro.source_T)], rtol=5e-5, atol=1e-4)
         (grad_T,) = torch.autograd.grad(score_T.square().sum(), [score_T], retain_graph=True)
         assert grad_T.isfinite().all()
         trained += len(score_T)

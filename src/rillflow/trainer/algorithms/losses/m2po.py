@@ -19,6 +19,8 @@ from rillflow.trainer.algorithms.losses.clip import Clip, ClippedLoss
 from rillflow.trainer.parallel.peers import Alone, Peers
 
 WIDEST_LOW, WIDEST_HIGH = 0.95, 20.0
+# The bounds lie this far beyond the token that they are made from, so that its own rounding in fp32 does not clip it.
+_ROUNDING = 2e-6
 
 
 def moments(tokens: Tokens) -> torch.Tensor:
@@ -75,7 +77,7 @@ class M2poClip:
         mean, _ = _mean(moment_T, peers)
         clip = Clip(WIDEST_LOW, WIDEST_HIGH, self.dual)
         if mean > self.threshold:
-            tau = math.sqrt(highest_kept(moment_T, self.threshold, peers))
+            tau = math.sqrt(highest_kept(moment_T, self.threshold, peers)) + _ROUNDING
             clip = Clip(min(-math.expm1(-tau), WIDEST_LOW), min(math.expm1(tau), WIDEST_HIGH), self.dual)
         return ClippedLoss(clip), {"m2": mean, "m2_clip_low": clip.low, "m2_clip_high": clip.high}
 
