@@ -6,8 +6,8 @@ RUNS := runs
 # Modules are compiled when they are first imported, and kept, whatever the caller's environment says.
 unexport PYTHONDONTWRITEBYTECODE
 LOCKS := requirements/build.txt requirements/cuda.txt
-# Tests wait for each other's processes. Every worker imports everything, which takes 20 s of processor time.
-PLAIN := -n 3 --dist worksteal
+# Tests wait for processes that they start, so more workers than cores. Each imports everything: 20 s of processor time.
+PLAIN := -n 4 --dist worksteal
 WHOLE := -n 3 --dist worksteal
 # Files with slow tests. No other file is imported to find them.
 SLOW := $(sort $(shell grep -rlE --include='test_*.py' 'mark\.(slow|chaos)' tests))
