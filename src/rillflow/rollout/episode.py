@@ -206,7 +206,7 @@ class RunningEpisode:
 
 
 def add_metric(metrics: dict[str, float], name: str, value: float) -> None:
-    """WorkflowError where the ledger would not take it."""
+    """Add a metric. WorkflowError if the ledger would refuse it."""
     if not _METRIC.fullmatch(name):
         raise WorkflowError(f"{name!r:.80} cannot be the name of a metric", "letters, digits and . _ - /")
     number = float(value)

@@ -100,7 +100,7 @@ async def in_daemon(
         failure: Exception | None = None
         try:
             result.append(work())
-        except StopIteration as error:  # which no future takes
+        except StopIteration as error:  # a future cannot hold a StopIteration
             failure = RuntimeError(f"StopIteration: {error}")
             failure.__cause__ = error
         except Exception as error:

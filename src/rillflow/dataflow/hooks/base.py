@@ -93,7 +93,7 @@ class SavedStates:
         self._saved = dict(self._initial)
         self._unsaved: set[str] = set()  # hooks whose state could not be saved: reported once, not at every commit
         self._taken: dict[tuple[str, str], str] = {}  # rows that `take` has read and `changes` has not given yet
-        self._lock = threading.Lock()  # of `_taken`
+        self._lock = threading.Lock()  # guards `_taken`
 
     def changes(self, in_threads: Set[int] = frozenset()) -> list[tuple[str, str, str]]:
         """The rows to be written over those of the same hook and key. They count as saved from now on. Hooks whose ids

@@ -321,7 +321,8 @@ class Groups(Part):
         return self.rerun(group, places, cause)
 
     def rerun_dead(self, producer: str, low: int, high: int) -> int:
-        """Do so in all groups, after these versions have died. Groups that cannot be played again expire."""
+        """Play such tasks again in every group, after these versions were orphaned. Groups that cannot be played again
+        expire."""
         rerun = 0
         for group in self._with_versions(producer, low, high):
             if self._shares.untouched(group):

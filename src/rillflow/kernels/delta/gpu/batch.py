@@ -230,8 +230,8 @@ def located(tensors: Sequence[torch.Tensor], size: int) -> Located:
 
 
 class Rows:
-    """The table of segments (see `compare`) of one batch, and the segment of each block; and for who makes records, of
-    each block, where they begin and how many there are. All of it is on the device.
+    """The table of segments of one batch (see `compare`) and the segment of each block, on the device. For the kernel
+    that makes records it also holds the first record of each block and their number.
 
     The host's memory that the rows were written to is kept until the device has read them.
     """
