@@ -56,11 +56,11 @@ def check_records(world: World, turns: int) -> None:
 
 
 async def keep_playing(
-    world: World, http: aiohttp.ClientSession, number: int, stride: int, over: asyncio.Event
+    world: World, http: aiohttp.ClientSession, number: int, stride: int, over: asyncio.Event, *, tokens: int = TOKENS
 ) -> None:
     """One session after the other, the last one begun before it is over."""
     while not over.is_set():
-        await world.play(http, f"s{number}", TURNS, TOKENS, deadline=180)
+        await world.play(http, f"s{number}", TURNS, tokens, deadline=180)
         number += stride
 
 
@@ -68,18 +68,18 @@ def versions_served(world: World, engine: int, life: int) -> set[int]:
     return {version for _, _, version, _ in world.engines[engine].lines(life)}
 
 
-async def kill_amid_answers(world: World) -> None:
-    """kill -9 of the first engine while it owes the rest of answers that the gateway has the beginning of.
+async def freeze_amid_answers(world: World) -> None:
+    """Freeze the first engine while it owes the rest of answers that the gateway has the beginning of.
 
-    It is frozen first and what it has sent is read: reading its log holds up this process, gateway included, for long
-    enough that an engine left running could have said all it had to say.
+    It is frozen before its log is read: reading holds up this process, gateway included, for long enough that an engine
+    left running could have said all it had to say.
     """
     end = time.monotonic() + 120
     while True:
         world.engines[0].signal(signal.SIGSTOP)
         await asyncio.sleep(0.2)
         if world.begun_on(0) >= 5:
-            return world.engines[0].kill()
+            return
         assert time.monotonic() < end, "waited 120 s for answers that have begun"
         world.engines[0].signal(signal.SIGCONT)
         await asyncio.sleep(0.2)
@@ -103,7 +103,8 @@ async def test_updates_and_a_kill_under_streaming_sessions(tmp_path: Path, warm:
             over = asyncio.Event()
             agents = asyncio.gather(*(keep_playing(there, http, number, SESSIONS, over) for number in range(SESSIONS)))
             await wait_for(lambda: len(versions_served(there, 0, 1)) >= VERSIONS, 120, "versions of the first engine")
-            await kill_amid_answers(there)
+            await freeze_amid_answers(there)
+            there.engines[0].kill()
             await asyncio.sleep(1.0)
             there.engines[0].start()
             await wait_for(lambda: versions_served(there, 0, 2), 120, "the engine that was started again")
@@ -121,14 +122,15 @@ async def test_updates_and_a_kill_under_streaming_sessions(tmp_path: Path, warm:
 async def test_a_frozen_engine_is_left_and_used_again_when_it_wakes(tmp_path: Path, warm: Warm) -> None:
     async with world(tmp_path, warm, every=0.5) as there, aiohttp.ClientSession() as http:
         there.publisher.start()
-        agents = asyncio.gather(*(there.play(http, f"s{n}", 2, 200, deadline=120) for n in range(40)))
-        await wait_for(lambda: there.begun_on(0) >= 5, 120, "answers that have begun")
-        there.engines[0].signal(signal.SIGSTOP)
+        over = asyncio.Event()
+        agents = asyncio.gather(*(keep_playing(there, http, n, 40, over, tokens=200) for n in range(40)))
+        await freeze_amid_answers(there)
         frozen = time.monotonic()
+        over.set()
         await agents
         await asyncio.sleep(max(0.0, 20.0 - (time.monotonic() - frozen)))
         assert not there.node.fleet.members.get("engine-0") or not there.node.fleet.members["engine-0"].up
         there.engines[0].signal(signal.SIGCONT)
         await wait_for(lambda: len(there.node.fleet.ready(POLICY)) == 2, 120, "the engine to be back")
-        check_records(there, 2)
+        check_records(there, TURNS)
         assert there.pool.seams["engine_lost"] >= 1, there.pool.seams
