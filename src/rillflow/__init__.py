@@ -22,7 +22,8 @@ if TYPE_CHECKING:
     from rillflow.config import Recipe, load_recipe
     from rillflow.contracts import Environment, Episode, Role, Toolbox
     from rillflow.errors import ConfigError, RewardError, RillflowError, RunError, ToolError, WorkflowError
-    from rillflow.storage.trajectories import Trajectories, Trajectory
+    from rillflow.storage.trajectories import Trajectories
+    from rillflow.storage.trajectory_format import Trajectory
     from rillflow.types import Observation, Said
 
 __version__ = "0.1.0"
@@ -60,7 +61,8 @@ _MODULES = {
     "rillflow.config": ("Recipe", "load_recipe"),
     "rillflow.contracts": ("Environment", "Episode", "Role", "Toolbox"),
     "rillflow.errors": ("ConfigError", "RewardError", "RillflowError", "RunError", "ToolError", "WorkflowError"),
-    "rillflow.storage.trajectories": ("Trajectories", "Trajectory"),
+    "rillflow.storage.trajectories": ("Trajectories",),
+    "rillflow.storage.trajectory_format": ("Trajectory",),
     "rillflow.types": ("Observation", "Said"),
 }
 _MODULE_OF = {name: module for module, names in _MODULES.items() for name in names}

@@ -11,9 +11,15 @@ from rillflow.config.agents import (
 )
 from rillflow.config.data import DataConfig, DataflowConfig, HookConfig, SourceConfig, UnitsConfig
 from rillflow.config.load import load_recipe, recipes, resolve_object, write_resolved
-from rillflow.config.observe import EvaluationConfig, ObserveConfig
 from rillflow.config.policy import EngineConfig, PolicyConfig, SamplingConfig, ServerConfig, StageConfig, WeightsConfig
-from rillflow.config.resources import ResourcesConfig, RuntimeConfig, ScalingConfig, WorkersConfig
+from rillflow.config.runs import (
+    EvaluationConfig,
+    ObserveConfig,
+    ResourcesConfig,
+    RuntimeConfig,
+    ScalingConfig,
+    WorkersConfig,
+)
 from rillflow.config.schema import Recipe
 from rillflow.config.trainer import CriticConfig, KlConfig, LoraConfig, NodeConfig, OverlongConfig, TrainerConfig
 

@@ -18,7 +18,7 @@ from typing import Any
 import msgspec
 
 from rillflow.config import Recipe
-from rillflow.config.resources import Tag, WorkersConfig
+from rillflow.config.runs import Tag, WorkersConfig
 from rillflow.errors import RunError
 from rillflow.resources.roofline import Roofline, measure_apart
 from rillflow.storage import read_json, write_json

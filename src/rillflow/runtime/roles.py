@@ -197,7 +197,7 @@ def stage_role(folder: RunFolder, stage: str, *, policy: str | None = None, name
     name = name or f"stage-{policy}-{stage}-0"
     _check_name(name)
     startup.report_to(folder.root, name, "importing torch")
-    from rillflow.stages.worker import run_stage
+    from rillflow.stages import run_stage
 
     _use_threads(recipe.runtime.threads)
 

@@ -20,7 +20,8 @@ from rillflow.observe.advisories.advisory import LARGEST, THRESHOLDS, AnswerFact
 from rillflow.observe.advisories.answers import Answer, summed_up
 from rillflow.observe.advisories.fact_reader import StepReader
 from rillflow.runtime.folder import RunFolder
-from rillflow.storage.trajectories import FILE, KINDS, Bounds, Trajectory, TrajectoryInfo, TrajectoryStore
+from rillflow.storage.trajectories import Bounds, TrajectoryStore
+from rillflow.storage.trajectory_format import FILE, KINDS, Trajectory, TrajectoryInfo
 from rillflow.types import UserError
 from soak import repetitions
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from rillflow.config.resources import ScalingConfig
+from rillflow.config.runs import ScalingConfig
 from rillflow.dataflow.balance import decide
 from rillflow.errors import RunError
 from rillflow.resources.maintainer.loop import Maintainer

@@ -9,7 +9,7 @@ import msgspec
 import pytest
 from maintainer_world import Killed, World, info
 
-from rillflow.config.resources import ScalingConfig
+from rillflow.config.runs import ScalingConfig
 from rillflow.errors import CorruptData
 from rillflow.resources.maintainer.loop import Maintainer
 from rillflow.resources.maintainer.state import Book, Line

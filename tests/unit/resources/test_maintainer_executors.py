@@ -16,7 +16,7 @@ import psutil
 import pytest
 import yaml
 
-from rillflow.config.resources import ScalingConfig
+from rillflow.config.runs import ScalingConfig
 from rillflow.errors import RunError
 from rillflow.resources.executors.command import CommandExecutor, filled
 from rillflow.resources.executors.local import Kept, KeptNodes, LocalExecutor

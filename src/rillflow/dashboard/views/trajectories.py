@@ -17,7 +17,8 @@ from rillflow.dashboard.views.charts import ROLE
 from rillflow.dashboard.watched import WatchedRun
 from rillflow.errors import BadRequest, RillflowError
 from rillflow.observe.trajectories import token_texts
-from rillflow.storage.trajectories import KINDS, TokenPath, Trajectories, Trajectory
+from rillflow.storage.trajectories import Trajectories
+from rillflow.storage.trajectory_format import KINDS, TokenPath, Trajectory
 
 # ---------------------------------------------------------------- token trees
 

@@ -18,7 +18,8 @@ from rillflow.errors import DataError
 from rillflow.observe.advisories.advisory import AnswerFacts
 
 if TYPE_CHECKING:
-    from rillflow.storage.trajectories import Trajectories, Trajectory
+    from rillflow.storage.trajectories import Trajectories
+    from rillflow.storage.trajectory_format import Trajectory
 
 _LATEST = 48  # episodes that are looked at
 _ENDS = (24, 60, 120)  # characters at the end of an answer that are looked at; shorter answers are not judged
@@ -55,7 +56,8 @@ class AnswerReader:
 
     def follow(self) -> dict[str, AnswerFacts]:
         """Return what is known of the latest answers of each policy."""
-        from rillflow.storage.trajectories import FILE, Trajectories  # numpy: a run that shows no advice needs none
+        from rillflow.storage.trajectories import Trajectories  # numpy: a run that shows no advice needs none
+        from rillflow.storage.trajectory_format import FILE  # numpy: a run that shows no advice needs none
 
         if not (self._run / FILE).is_file():
             return {}

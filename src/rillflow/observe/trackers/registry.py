@@ -25,7 +25,7 @@ from typing import Any
 
 from rillflow.config import Recipe
 from rillflow.config.load import FIT, parse
-from rillflow.config.observe import JsonlConfig, OpenTelemetryConfig, TrackersConfig
+from rillflow.config.runs import JsonlConfig, OpenTelemetryConfig, TrackersConfig
 from rillflow.config.secrets import masked
 from rillflow.config.supervised import FitRecipe, read_resolved_fit
 from rillflow.errors import ConfigError

@@ -12,7 +12,7 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from rillflow.config.observe import MlflowConfig, WandbConfig
+from rillflow.config.runs import MlflowConfig, WandbConfig
 from rillflow.observe.follower import Outcome
 from rillflow.observe.trackers.feed import Point, Tracked, flat
 

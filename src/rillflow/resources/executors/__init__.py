@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from rillflow.config.resources import ScalingConfig
+from rillflow.config.runs import ScalingConfig
 from rillflow.contracts import Executor
 from rillflow.resources.executors.command import CommandExecutor
 from rillflow.resources.executors.local import LocalExecutor

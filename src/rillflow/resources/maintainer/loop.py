@@ -13,7 +13,7 @@ import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from rillflow.config.resources import ScalingConfig
+from rillflow.config.runs import ScalingConfig
 from rillflow.contracts import Clock, Executor, SystemClock
 from rillflow.errors import RillflowError, RunError, StorageError
 from rillflow.resources.maintainer.pool import (

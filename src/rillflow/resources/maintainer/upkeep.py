@@ -14,7 +14,7 @@ from typing import Protocol
 import msgspec
 
 from rillflow.clients.dataflow import DataflowClient
-from rillflow.config.resources import ScalingConfig, Tag
+from rillflow.config.runs import ScalingConfig, Tag
 from rillflow.contracts import Clock, Executor
 from rillflow.dataflow.balance import joined
 from rillflow.errors import BadRequest, RunError, WireError

@@ -14,7 +14,8 @@ from rillflow.agents.agentflow.labels import collect
 from rillflow.agents.agentflow.planner import ANSWER, ROLE, Decision
 from rillflow.config.data import SourceConfig
 from rillflow.dataflow.ledger.schema import TABLES
-from rillflow.storage.trajectories import FILE, KINDS, Bounds, Trajectory, TrajectoryStore
+from rillflow.storage.trajectories import Bounds, TrajectoryStore
+from rillflow.storage.trajectory_format import FILE, KINDS, Trajectory
 
 DECISION = Decision(thought="I know.", action=ANSWER, action_input="42").written()
 

@@ -1,4 +1,4 @@
-"""The page of all recipe keys, written from the schema: `python -m rillflow.config.reference > docs/recipes.md`."""
+"""Make docs/recipes.md, all recipe keys, from the schema (`scripts/reference_pages.py`)."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any, get_args, get_origin
 from pydantic import BaseModel
 from pydantic_core import PydanticUndefined
 
-from rillflow.config import agents, data, observe, policy, resources, schema, supervised, trainer
+from rillflow.config import agents, data, policy, runs, schema, supervised, trainer
 
 SECTIONS: dict[str, type[BaseModel]] = {
     "top level": schema.Recipe,
@@ -35,18 +35,18 @@ SECTIONS: dict[str, type[BaseModel]] = {
     "rollout": agents.RolloutConfig,
     "rollout.pause_after": agents.PauseConfig,
     "gateway": agents.GatewayConfig,
-    "evaluation": observe.EvaluationConfig,
-    "observe": observe.ObserveConfig,
-    "observe.trajectories": observe.TrajectoriesConfig,
-    "observe.trackers": observe.TrackersConfig,
-    "observe.trackers.wandb": observe.WandbConfig,
-    "observe.trackers.mlflow": observe.MlflowConfig,
-    "observe.trackers.jsonl": observe.JsonlConfig,
-    "observe.opentelemetry": observe.OpenTelemetryConfig,
-    "resources": resources.ResourcesConfig,
-    "resources.workers": resources.WorkersConfig,
-    "resources.scaling": resources.ScalingConfig,
-    "runtime": resources.RuntimeConfig,
+    "evaluation": runs.EvaluationConfig,
+    "observe": runs.ObserveConfig,
+    "observe.trajectories": runs.TrajectoriesConfig,
+    "observe.trackers": runs.TrackersConfig,
+    "observe.trackers.wandb": runs.WandbConfig,
+    "observe.trackers.mlflow": runs.MlflowConfig,
+    "observe.trackers.jsonl": runs.JsonlConfig,
+    "observe.opentelemetry": runs.OpenTelemetryConfig,
+    "resources": runs.ResourcesConfig,
+    "resources.workers": runs.WorkersConfig,
+    "resources.scaling": runs.ScalingConfig,
+    "runtime": runs.RuntimeConfig,
     "top level (rillflow fit)": supervised.FitRecipe,
     "data (rillflow fit)": supervised.FitDataConfig,
     "observe (rillflow fit)": supervised.FitObserveConfig,
@@ -94,11 +94,7 @@ def _default(field: Any) -> str:
 
 
 def _plain(value: Any) -> Any:
-    """A data algorithm is shown as it is written, by its name."""
+    """Return the name of a data algorithm, as recipes write it."""
     if isinstance(value, list):
         return [_plain(item) for item in value]
     return value.name if isinstance(value, data.HookConfig) else value
-
-
-if __name__ == "__main__":
-    print(reference(), end="")

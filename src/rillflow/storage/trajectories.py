@@ -24,7 +24,7 @@ import numpy as np
 import numpy.typing as npt
 
 from rillflow.errors import CorruptData, DataError, DiskFull, StorageError
-from rillflow.storage.trajectories.format import FILE, Trajectory, TrajectoryInfo, decode_body, encode_body
+from rillflow.storage.trajectory_format import FILE, Trajectory, TrajectoryInfo, decode_body, encode_body
 
 FORMAT = 1
 LEAST_BYTES = 1 << 20  # a file of less holds little but its tables
