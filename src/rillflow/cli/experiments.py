@@ -186,7 +186,7 @@ def export(
     ] = False,
 ) -> None:
     """Write a version of a policy as a plain Hugging Face model folder."""
-    from rillflow.observe.progress import quieten
+    from rillflow.observe.run_view import quieten
 
     quieten()
     from rillflow.cli.export import Exporter

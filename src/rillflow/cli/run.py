@@ -20,7 +20,7 @@ from rillflow.errors import ConfigError, RunError
 from rillflow.observe.advisories import FactReader, advise
 from rillflow.observe.advisories.rules import Watch
 from rillflow.observe.metrics import plot_reward, read_metrics
-from rillflow.observe.progress import Progress
+from rillflow.observe.run_view import Progress
 from rillflow.observe.summary import summarise, summary_table
 from rillflow.observe.trackers import Outcome, Trackers, check_trackers
 from rillflow.resources.workers import initial_workers

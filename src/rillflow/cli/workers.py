@@ -20,7 +20,7 @@ from rillflow.cli.status import to_join
 from rillflow.clients.joining import token_of
 from rillflow.clients.ledgers import connect
 from rillflow.errors import ConfigError, WireError
-from rillflow.resources.maintainer.state import Line
+from rillflow.resources.maintainer.pool import Line
 from rillflow.resources.placement import NONE, hosted_node, node_of, retagged
 from rillflow.resources.roofline import measure_apart
 from rillflow.resources.workers import Worker, find, remeasured, with_rooflines

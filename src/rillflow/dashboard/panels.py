@@ -8,8 +8,8 @@ from typing import Annotated, Any, NamedTuple
 import msgspec
 from msgspec import Meta
 
-from rillflow.dashboard.views import flow, nodes, overview, records, trajectories
-from rillflow.dashboard.views.charts import Axis, Window
+from rillflow.dashboard import flow, nodes, overview, records, trajectories
+from rillflow.dashboard.charts import Axis, Window
 from rillflow.dashboard.watched import LivePart, Source
 
 Pixels = Annotated[int, Meta(ge=50, le=4000)]

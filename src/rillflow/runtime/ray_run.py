@@ -18,8 +18,15 @@ from contextlib import contextmanager
 
 from rillflow.errors import RunError
 from rillflow.resources.placement import Placed
-from rillflow.resources.ray_cluster import Offers, RayCluster, namespace_of, sampling_gpus, training_gpus, wants_of
-from rillflow.resources.ray_host import FOLDER
+from rillflow.resources.ray_cluster import (
+    FOLDER,
+    Offers,
+    RayCluster,
+    namespace_of,
+    sampling_gpus,
+    training_gpus,
+    wants_of,
+)
 from rillflow.runtime.early import EarlyServer
 from rillflow.runtime.folder import RunFolder
 from rillflow.runtime.local import LocalRun

@@ -10,7 +10,7 @@ import pytest
 from rich.console import Console
 
 from rillflow.observe.metrics import MetricsReader, plot_reward, read_metrics, running_mean
-from rillflow.observe.progress import Progress, sparkline
+from rillflow.observe.run_view import Progress, sparkline
 from rillflow.observe.summary import summarise, summary_table
 from rillflow.storage.startup import Starting
 from rillflow.types import Evaluation, PolicyStatus, Status, UserError

@@ -18,8 +18,7 @@ import yaml
 
 from rillflow.config.runs import ScalingConfig
 from rillflow.errors import RunError
-from rillflow.resources.executors.command import CommandExecutor, filled
-from rillflow.resources.executors.local import Kept, KeptNodes, LocalExecutor
+from rillflow.resources.executors import CommandExecutor, Kept, KeptNodes, LocalExecutor, filled
 
 NOBODY = "http://127.0.0.1:9"  # no service answers here; a node waits for one longer than a test takes
 

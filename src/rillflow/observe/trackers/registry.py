@@ -32,8 +32,7 @@ from rillflow.errors import ConfigError
 from rillflow.observe.follower import Follower, Outcome
 from rillflow.observe.span_export import SpanExport
 from rillflow.observe.trackers.feed import Feed, JsonLines, Tracked, Tracker, unsent_lines
-from rillflow.observe.trackers.services import Mlflow, Wandb
-from rillflow.observe.trackers.tensorboard import TensorBoard
+from rillflow.observe.trackers.services import Mlflow, TensorBoard, Wandb
 from rillflow.runtime.folder import RunFolder
 
 CLOSING = 30.0  # seconds that all trackers together have for the rest at the end of a run

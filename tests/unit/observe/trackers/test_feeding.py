@@ -15,7 +15,7 @@ from rillflow.config.runs import JsonlConfig, MlflowConfig, OpenTelemetryConfig,
 from rillflow.errors import ConfigError
 from rillflow.observe.trackers import Trackers, check_trackers
 from rillflow.observe.trackers.feed import Feed, JsonLines, flat, point_of
-from rillflow.observe.trackers.tensorboard import TensorBoard
+from rillflow.observe.trackers.services import TensorBoard
 from rillflow.runtime.folder import RunFolder
 
 QUICK = 0.01

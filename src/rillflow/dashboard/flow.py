@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from rillflow.dashboard.views.charts import Chart, Window, pictures
+from rillflow.dashboard.charts import Chart, Window, pictures
 from rillflow.dashboard.watched import WatchedRun
 from rillflow.dataflow.ledger.database import Snapshot
 from rillflow.dataflow.ledger.streams import ELSEWHERE

@@ -13,7 +13,7 @@ import msgspec
 import numpy as np
 from msgspec import Meta
 
-from rillflow.dashboard.views.charts import ROLE
+from rillflow.dashboard.charts import ROLE
 from rillflow.dashboard.watched import WatchedRun
 from rillflow.errors import BadRequest, RillflowError
 from rillflow.observe.trajectories import token_texts

@@ -19,13 +19,14 @@ from typing import Any, TypeVar
 
 from rillflow.errors import RunError
 from rillflow.resources.ray_cluster import (
+    FOLDER,
+    RoleHost,
     actor_resources,
     connect,
     namespace_of,
     offers,
     wants_of,
 )
-from rillflow.resources.ray_host import FOLDER, RoleHost
 from rillflow.storage import read_json
 
 log = logging.getLogger(__name__)

@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 
-from rillflow.dashboard.views.charts import OVERVIEW, Picture, Window, metric_charts, pictures, reward_chart
+from rillflow.dashboard.charts import OVERVIEW, Picture, Window, metric_charts, pictures, reward_chart
 from rillflow.dashboard.watched import Live, WatchedRun
 from rillflow.observe.advisories import advise
 

@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 
 from rillflow.clients.sums import sum_nodes
-from rillflow.dashboard.views.charts import Line, Picture
+from rillflow.dashboard.charts import Line, Picture
 from rillflow.dashboard.watched import Live, WatchedRun
 from rillflow.dataflow.balance import SATED, STARVING
 from rillflow.dataflow.balance_ledger import read_balance
