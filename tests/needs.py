@@ -126,7 +126,7 @@ def _gpu() -> str:
 
 
 def _textworld() -> str:
-    from rillflow.agents.environments.pooled import java_program
+    from rillflow.agents.environments.bases import java_program
     from rillflow.errors import ConfigError
 
     try:

@@ -26,9 +26,8 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from rillflow.agents.agentflow.models import ROLE, Decision, new_client, parse, prm_row, without_results
 from rillflow.agents.agentflow.options import Endpoint
-from rillflow.agents.agentflow.planner import ROLE, Decision, parse, prm_row, without_results
-from rillflow.agents.agentflow.verifier import new_client
 from rillflow.agents.rewards.judge import ask_score
 from rillflow.clients.unit_directory import UNIT_ID_FILE, dtypes_of
 from rillflow.config import Recipe

@@ -11,7 +11,7 @@ from typing import Any
 
 from kept_trajectories import trajectory
 from rillflow.agents.agentflow.labels import collect
-from rillflow.agents.agentflow.planner import ANSWER, ROLE, Decision
+from rillflow.agents.agentflow.models import ANSWER, ROLE, Decision
 from rillflow.config.data import SourceConfig
 from rillflow.dataflow.ledger.schema import TABLES
 from rillflow.storage.trajectories import Bounds, TrajectoryStore
