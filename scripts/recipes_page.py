@@ -8,16 +8,16 @@ from typing import Any, get_args, get_origin
 from pydantic import BaseModel
 from pydantic_core import PydanticUndefined
 
-from rillflow.config import agents, data, policy, runs, schema, supervised, trainer
+from rillflow.config import policy, rollout, runs, schema, supervised, trainer
 
 SECTIONS: dict[str, type[BaseModel]] = {
     "top level": schema.Recipe,
-    "command": agents.CommandConfig,
-    "reward (a list)": agents.RewardConfig,
-    "tools": agents.ToolConfig,
-    "tools.mcp": agents.McpConfig,
-    "data": data.DataConfig,
-    "data.prompts, data.heldout": data.SourceConfig,
+    "command": rollout.CommandConfig,
+    "reward (a list)": rollout.RewardConfig,
+    "tools": rollout.ToolConfig,
+    "tools.mcp": rollout.McpConfig,
+    "data": rollout.DataConfig,
+    "data.prompts, data.heldout": rollout.SourceConfig,
     "policies.NAME": policy.PolicyConfig,
     "policies.NAME.sampling": policy.SamplingConfig,
     "policies.NAME.engine": policy.EngineConfig,
@@ -30,11 +30,11 @@ SECTIONS: dict[str, type[BaseModel]] = {
     "trainer.overlong": trainer.OverlongConfig,
     "trainer.lora": trainer.LoraConfig,
     "trainer.graph, trainer.nodes": trainer.NodeConfig,
-    "dataflow": data.DataflowConfig,
-    "dataflow.units": data.UnitsConfig,
-    "rollout": agents.RolloutConfig,
-    "rollout.pause_after": agents.PauseConfig,
-    "gateway": agents.GatewayConfig,
+    "dataflow": rollout.DataflowConfig,
+    "dataflow.units": rollout.UnitsConfig,
+    "rollout": rollout.RolloutConfig,
+    "rollout.pause_after": rollout.PauseConfig,
+    "gateway": rollout.GatewayConfig,
     "evaluation": runs.EvaluationConfig,
     "observe": runs.ObserveConfig,
     "observe.trajectories": runs.TrajectoriesConfig,
@@ -97,4 +97,4 @@ def _plain(value: Any) -> Any:
     """Return the name of a data algorithm, as recipes write it."""
     if isinstance(value, list):
         return [_plain(item) for item in value]
-    return value.name if isinstance(value, data.HookConfig) else value
+    return value.name if isinstance(value, rollout.HookConfig) else value

@@ -114,7 +114,7 @@ def _resets() -> str:
 
 
 def _fork() -> str:
-    from rillflow.runtime.early import available
+    from rillflow.runtime.warm import available
 
     return "" if available() else "processes are forked on Linux only"
 

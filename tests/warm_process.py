@@ -25,13 +25,13 @@ import setproctitle
 
 from forked_command import NAMESPACE, PYTHON
 from rillflow.resources.placement import Role
-from rillflow.runtime import early, forking, forkserver, local, preloaded, warm
+from rillflow.runtime import forking, forkserver, local, preloaded, warm
 from rillflow.runtime.process import leave
 
 PR_SET_PDEATHSIG = 1
 MODULES = (
     *warm.MODULES,
-    *early.MODULES,
+    *warm.SHARED_MODULES,
     *(module for modules in preloaded.ROLE_MODULES.values() for module in modules),
     "matplotlib.backends.backend_agg",
     "matplotlib.figure",

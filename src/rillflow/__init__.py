@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from rillflow import errors
-    from rillflow.agents.rewards.calling import reward
+    from rillflow.agents.rewards.base import reward
     from rillflow.agents.tools.functions import tool
     from rillflow.api import Run, resume, run, trajectories
     from rillflow.config import Recipe, load_recipe
@@ -55,7 +55,7 @@ __all__ = [
 ]
 # The module of each name. `errors` is a module itself.
 _MODULES = {
-    "rillflow.agents.rewards.calling": ("reward",),
+    "rillflow.agents.rewards.base": ("reward",),
     "rillflow.agents.tools.functions": ("tool",),
     "rillflow.api": ("Run", "resume", "run", "trajectories"),
     "rillflow.config": ("Recipe", "load_recipe"),

@@ -28,7 +28,7 @@ from typing import Any, ClassVar, TypeVar
 import msgspec
 
 from rillflow import __version__
-from rillflow.dashboard.overview import Advice, run_list
+from rillflow.dashboard.charts import Advice, run_list
 from rillflow.dashboard.panels import PANELS, Other, Panel
 from rillflow.dashboard.watched import LiveRun, WatchedRun, watch
 from rillflow.errors import BadRequest, Forbidden, RillflowError, Unauthorized

@@ -24,8 +24,7 @@ from rich.text import Text
 
 from rillflow.config.load import FIT, parse
 from rillflow.errors import RillflowError
-from rillflow.observe.metrics import MetricsReader, read_metrics
-from rillflow.observe.summary import described, failures, listed, rewarded_ends
+from rillflow.observe.metrics import MetricsReader, described, failures, listed, read_metrics, rewarded_ends
 from rillflow.runtime.folder import RunFolder
 from rillflow.storage import read_json
 from rillflow.storage.startup import Starting

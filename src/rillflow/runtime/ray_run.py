@@ -27,12 +27,12 @@ from rillflow.resources.ray_cluster import (
     training_gpus,
     wants_of,
 )
-from rillflow.runtime.early import EarlyServer
 from rillflow.runtime.folder import RunFolder
 from rillflow.runtime.local import LocalRun
 from rillflow.runtime.process import HOST_ENV, STOP_SIGNALS, role_environment
 from rillflow.runtime.ray_gang import Gang, Member, Place, Room
 from rillflow.runtime.supervisor import Supervised
+from rillflow.runtime.warm import EarlyServer
 from rillflow.storage import write_json
 from rillflow.storage.startup import Starting
 from rillflow.types import Status, TokenScope

@@ -29,10 +29,8 @@ from rillflow.config.runs import JsonlConfig, OpenTelemetryConfig, TrackersConfi
 from rillflow.config.secrets import masked
 from rillflow.config.supervised import FitRecipe, read_resolved_fit
 from rillflow.errors import ConfigError
-from rillflow.observe.follower import Follower, Outcome
-from rillflow.observe.span_export import SpanExport
-from rillflow.observe.trackers.feed import Feed, JsonLines, Tracked, Tracker, unsent_lines
-from rillflow.observe.trackers.services import Mlflow, TensorBoard, Wandb
+from rillflow.observe.trackers.feed import Feed, Follower, JsonLines, Outcome, Tracked, Tracker, unsent_lines
+from rillflow.observe.trackers.services import Mlflow, SpanExport, TensorBoard, Wandb
 from rillflow.runtime.folder import RunFolder
 
 CLOSING = 30.0  # seconds that all trackers together have for the rest at the end of a run
