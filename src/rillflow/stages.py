@@ -73,6 +73,10 @@ if TYPE_CHECKING:
 
     from rillflow.trainer.batches import Column
 
+log = logging.getLogger(__name__)
+
+# ---------------------------------------------------------------- log-probs of the reference model
+
 
 class ReferenceLogprobs:
     def __init__(self, recipe: Recipe, policy: str) -> None:
@@ -153,6 +157,9 @@ def _check_vocabulary(model: str, policy: str) -> None:
         )
 
 
+# ---------------------------------------------------------------- a stage from its section of the recipe
+
+
 class Stage(Protocol):
     """Makes columns for samples. It is called from one thread; an exception ends its worker."""
 
@@ -225,7 +232,7 @@ class _Checked:
         return made
 
 
-log = logging.getLogger(__name__)
+# ---------------------------------------------------------------- the worker of a stage
 
 WAIT = 20.0  # seconds that one call waits for groups
 _PAUSE = 0.5

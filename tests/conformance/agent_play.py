@@ -39,7 +39,7 @@ QUIET = {
     "LANGSMITH_TRACING": "false",
 }
 
-Told = list[list[dict[str, Any]]]  # by question, the turns that the agent saw; see agents/stockroom.py
+Told = list[list[dict[str, Any]]]  # by question, the turns that the agent saw; see examples/stockroom.py
 
 
 def python_of(package: str) -> Path:

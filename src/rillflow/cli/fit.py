@@ -71,7 +71,7 @@ def _train(folder: RunFolder, recipe: FitRecipe) -> int:
 
 
 def _launch(folder: RunFolder, recipe: FitRecipe) -> int:
-    from rillflow.runtime.forking import start_ranks
+    from rillflow.runtime.forkserver import start_ranks
     from rillflow.trainer.parallel.launch import launch
 
     def arguments(rank: int, rendezvous: str) -> list[str]:

@@ -258,6 +258,8 @@ def _reply_or_error(peer: str, found: Reply | BaseException) -> Reply | Rillflow
     return found
 
 
+# ---------------------------------------------------------------- tasks from several ledgers
+
 ANSWER = 5.0  # seconds that a ledger has for an answer, beyond the question's own wait
 REST = 2.0  # seconds after a ledger has not answered
 SHORT = 0.2  # seconds that a question waits where the room is too small to ask every ledger

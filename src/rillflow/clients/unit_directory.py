@@ -137,6 +137,8 @@ class Directory:
             await self._clients.popitem()[1].close()
 
 
+# ---------------------------------------------------------------- columns
+
 # Packed choices of experts and texts have other lengths.
 _PER_TOKEN = frozenset(name for name in COLUMNS if name not in ("experts", "transcript", "answer"))
 

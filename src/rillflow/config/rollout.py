@@ -131,6 +131,9 @@ class DataflowConfig(Section):
     )
 
 
+# ---------------------------------------------------------------- what plays
+
+
 class McpConfig(Section):
     """A server of the Model Context Protocol: a program that is started, or a URL."""
 

@@ -110,6 +110,9 @@ class RuntimeConfig(Section):
     )
 
 
+# ---------------------------------------------------------------- evaluations, and what is kept and sent
+
+
 class EvaluationConfig(Section):
     every: NonNegative = Field(0, description="versions between evaluations; 0: before and after training only")
     repeats: Positive = Field(1, description="episodes of each held-out prompt")

@@ -219,6 +219,9 @@ class Episode(Protocol):
         """Keep a number with the episode; the step's metrics have its mean over the batch as `episode/NAME`."""
 
 
+# ---------------------------------------------------------------- prompts, and hooks of the dataflow
+
+
 class PromptSource(Protocol):
     """Yields prompts in an order fixed by its seed; `length` prompts make one epoch."""
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from rillflow.contracts import Generator, GroupReward
 from rillflow.errors import RunError
 from rillflow.runtime.folder import RunFolder
-from rillflow.runtime.forking import start_ranks
+from rillflow.runtime.forkserver import start_ranks
 from rillflow.runtime.process import (
     STOPPED,
     GiveUp,

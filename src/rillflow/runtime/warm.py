@@ -45,7 +45,7 @@ import setproctitle
 
 from rillflow.errors import RunError
 from rillflow.runtime import forkserver
-from rillflow.runtime.forking import ENVIRONMENT, become, unsafe, write_to
+from rillflow.runtime.forkserver import ENVIRONMENT, become, unsafe, write_to
 from rillflow.runtime.process import child_environment
 
 log = logging.getLogger(__name__)

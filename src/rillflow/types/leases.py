@@ -161,6 +161,9 @@ class TasksTaken(Wire, frozen=True):
     taken: list[Taken]
 
 
+# ---------------------------------------------------------------- batches
+
+
 class LeaseBatch(Wire, frozen=True):
     """A trainer at `version` asks for a batch of `groups` groups; waits up to `wait` seconds for more of them.
 

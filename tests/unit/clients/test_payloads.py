@@ -249,7 +249,7 @@ def test_clients_do_not_load_the_loops():
 async def test_an_error_of_a_unit_is_raised_as_it_is(few, reader, monkeypatch):
     places = put_all(few, 6)
     if reader._allow_map:
-        monkeypatch.setattr("rillflow.storage.segments.mmap.mmap", _refuse)
+        monkeypatch.setattr("rillflow.storage.segment_reader.mmap.mmap", _refuse)
     else:
         for service in few.services:
             monkeypatch.setattr(service, "keyring", Keyring.of_run("another"))

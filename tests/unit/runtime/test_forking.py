@@ -17,7 +17,7 @@ TESTS = Path(__file__).parents[2]
 PARENT = """
 import json, os, signal, sys
 import forked_code
-from rillflow.runtime.forking import ForkedChild, unsafe
+from rillflow.runtime.forkserver import ForkedChild, unsafe
 from pathlib import Path
 signal.signal(signal.SIGTERM, lambda *_: open(sys.argv[1] + "/handled", "w"))
 kept = open(sys.argv[1] + "/kept", "w")
@@ -87,7 +87,7 @@ def test_a_process_with_threads_does_not_fork_its_ranks(tmp_path: Path) -> None:
     """They are processes of their own then; the first one shows that `forked_code` is imported, the second does not."""
     printed = run_parent(
         tmp_path,
-        "import logging, threading\nfrom rillflow.runtime.forking import start_ranks\n"
+        "import logging, threading\nfrom rillflow.runtime.forkserver import start_ranks\n"
         "logging.basicConfig(level=logging.INFO, stream=sys.stdout, format='%(message)s')\n"
         "start = start_ranks(['numpy'])\n"
         "assert 'numpy' in sys.modules and unsafe() is None, unsafe()\n"

@@ -124,6 +124,8 @@ class Follower(ABC):
         self._failed = True
 
 
+# ---------------------------------------------------------------- points
+
 _NOT_MEASURED = frozenset({"step", "version", "time", "seq"})
 
 

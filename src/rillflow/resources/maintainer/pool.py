@@ -165,6 +165,8 @@ class Book:
             os.fsync(file.fileno())
 
 
+# ---------------------------------------------------------------- the pool
+
 # own: the executor's; run: a worker of the run that may be taken away; other: hosted by a trainer, or started by hand
 Kind = Literal["own", "run", "other"]
 Standing = Literal["starting", "here", "leaving", "gone"]
