@@ -1,4 +1,4 @@
-"""Solver and tester: cases that a model wrote are run against the reference and the program; one more try, at most."""
+"""Solver with selector, and solver with tester: programs are really run against hidden tests."""
 
 from __future__ import annotations
 
@@ -8,7 +8,16 @@ from typing import Any
 import pytest
 
 from rillflow.agents.sandbox import Cases, Pairs
-from rillflow.agents.workflows.coding import feedback, play_tester, reference_of, worth_of_cases, written_cases
+from rillflow.agents.workflows.coding import (
+    choice_of,
+    feedback,
+    play_selector,
+    play_tester,
+    reference_of,
+    worth_of_cases,
+    worth_of_choice,
+    written_cases,
+)
 from rillflow.errors import WorkflowError
 from team_play import TeamPlayed, in_turn, play_team
 
@@ -18,6 +27,48 @@ PAYLOAD: dict[str, Any] = {
     "code": "def f(x):\n    return x + 1",
 }
 RIGHT, WRONG = "```python\ndef f(x):\n    return x + 1\n```", "```python\ndef f(x):\n    return 2 * x\n```"
+
+
+@pytest.mark.needs("bubblewrap")
+@pytest.mark.parametrize(
+    ("programs", "choice", "selector", "trajectory"),
+    [
+        ([RIGHT, WRONG], "<final>A</final>", 1.0, 1.0),
+        ([RIGHT, WRONG], "<final>B</final>", 0.0, 0.0),
+        ([WRONG, RIGHT], "<final>A</final> or rather <final>B</final>", 1.0, 1.0),
+        ([WRONG, RIGHT], "neither", 0.0, 0.0),
+        ([RIGHT, RIGHT], "<final>B</final>", 0.5, 1.0),
+        ([WRONG, WRONG], "<final>B</final>", 0.5, 0.0),
+    ],
+)
+async def test_programs_and_the_choice_have_their_own_rewards(
+    programs: list[str], choice: str, selector: float, trajectory: float
+) -> None:
+    policies = {"solver": in_turn(programs), "selector": in_turn([choice])}
+    episode = await play_team(play_selector, PAYLOAD, policies)
+    assert episode.of("solver") == [float(program == RIGHT) for program in programs]
+    assert episode.of("selector") == [selector]
+    assert episode.rewards == {"solver": trajectory, "selector": selector}
+    (asked,) = episode.asked["selector"]
+    assert asked.index(f"Program A:\n{programs[0]}") < asked.index(f"Program B:\n{programs[1]}")
+    assert "assert f(1) == 2" in asked
+    assert "assert f(5)" not in asked, "one test is an example, the others are hidden"
+
+
+@pytest.mark.parametrize("a", [True, False])
+@pytest.mark.parametrize("b", [True, False])
+def test_what_a_choice_is_worth(a: bool, b: bool) -> None:
+    assert worth_of_choice(None, a, b) == 0.0
+    assert worth_of_choice("A", a, b) + worth_of_choice("B", a, b) == 1.0
+    if a != b:
+        assert worth_of_choice("A", a, b) == float(a)
+
+
+@pytest.mark.parametrize(
+    ("text", "choice"), [("<final> b </final>", "B"), ("<final>C</final>", None), ("A", None), ("", None)]
+)
+def test_choices(text: str, choice: str | None) -> None:
+    assert choice_of(text) == choice
 
 
 def cases(*pairs: tuple[str, Any]) -> str:
@@ -45,7 +96,7 @@ async def played(solver: list[str], tester: str) -> TeamPlayed:
         ([WRONG], INVALID, [0.0], 0.0),  # passes all of them
     ],
 )
-async def test_each_answer_has_its_own_reward(
+async def test_programs_and_cases_have_their_own_rewards(
     solver: list[str], tester: str, solved: list[float], tested: float
 ) -> None:
     episode = await played(solver, tester)
