@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
-from rillflow.agents.agentflow.planner import ANSWER, Decision, parse
+from rillflow.agents.agentflow.models import ANSWER, Decision, parse
 
 RIGHT, USELESS, WRONG = 1.0, 0.2, 0.0
 MODEL = "tally-judge"

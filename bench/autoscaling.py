@@ -29,9 +29,9 @@ from rich.table import Table
 
 from bench.autoscaling_world import World
 from bench.common import Report, parser
-from rillflow.config.resources import ScalingConfig
+from rillflow.config.runs import ScalingConfig
 from rillflow.resources.maintainer.loop import Maintainer
-from rillflow.resources.maintainer.state import Book
+from rillflow.resources.maintainer.pool import Book
 from rillflow.types import NodeInfo
 from rillflow.types.balance import Balance
 

@@ -46,7 +46,8 @@ from rillflow.dataflow.ledger.schema import FORMAT
 from rillflow.dataflow.rules import Rules
 from rillflow.runtime.folder import RunFolder
 from rillflow.storage.spans import Span
-from rillflow.storage.trajectories import FILE, KINDS, Bounds, TokenPath, Trajectory, TrajectoryStore, described
+from rillflow.storage.trajectories import Bounds, TrajectoryStore
+from rillflow.storage.trajectory_format import FILE, KINDS, TokenPath, Trajectory, described
 from rillflow.wire import Client
 
 LIMIT = 200.0  # milliseconds

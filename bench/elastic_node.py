@@ -13,7 +13,7 @@ import sys
 import time
 
 from rillflow.cli.main import app
-from rillflow.clients import directory, joining
+from rillflow.clients import joining, unit_directory
 from rillflow.engine.embedded.engine import EmbeddedEngine
 
 STEP_VARIABLE = "ELASTIC_STEP_SECONDS"
@@ -34,7 +34,7 @@ def pace(seconds: float) -> None:
 def leave_home() -> None:
     """Folders of the run cannot be read on another host."""
     joining.is_here = lambda folder, token, scope: False
-    directory.is_here = lambda info: False
+    unit_directory.is_here = lambda info: False
 
 
 if __name__ == "__main__":

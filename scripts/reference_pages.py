@@ -15,8 +15,7 @@ from typer.main import get_command
 
 from rillflow import errors
 from rillflow.cli.main import app
-from rillflow.config import reference
-from scripts import api_page, results_pages, routes_page
+from scripts import api_page, recipes_page, results_pages, routes_page
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
 
@@ -93,7 +92,7 @@ def _cell(text: str) -> str:
 
 
 PAGES: dict[str, Callable[[], str]] = {
-    "recipes.md": reference.reference,
+    "recipes.md": recipes_page.reference,
     "routes.md": routes_page.page,
     "cli.md": cli,
     "errors.md": error_tree,

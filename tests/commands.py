@@ -17,8 +17,7 @@ import psutil
 import pytest
 
 from forked_command import ForkedCommand, fork_command
-from rillflow.runtime.early import available, server_environment
-from rillflow.runtime.warm import PATH_ENV
+from rillflow.runtime.warm import PATH_ENV, available, server_environment
 from scrubbing import scrub
 
 STARTS_RUNS = {"run", "resume"}  # the commands whose processes are forked, too

@@ -14,7 +14,7 @@ from pathlib import Path
 from unittest.mock import patch
 
 from rillflow.runtime import warm
-from rillflow.runtime.forking import ENVIRONMENT
+from rillflow.runtime.forkserver import ENVIRONMENT
 from rillflow.runtime.process import role_environment
 
 PATIENCE = 120.0

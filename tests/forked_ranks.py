@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from forked_command import fork_python
-from rillflow.runtime.forking import write_to
+from rillflow.runtime.forkserver import write_to
 from rillflow.trainer.parallel.launch import launch
 
 if TYPE_CHECKING:

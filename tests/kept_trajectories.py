@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from rillflow.storage.trajectories import TokenPath, Trajectory, described
+from rillflow.storage.trajectory_format import TokenPath, Trajectory, described
 
 
 def token_path(length: int = 6, *, prompt: int = 2, policy: str = "policy", seed: int = 0, **others: Any) -> TokenPath:

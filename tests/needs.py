@@ -114,7 +114,7 @@ def _resets() -> str:
 
 
 def _fork() -> str:
-    from rillflow.runtime.early import available
+    from rillflow.runtime.warm import available
 
     return "" if available() else "processes are forked on Linux only"
 
@@ -126,7 +126,7 @@ def _gpu() -> str:
 
 
 def _textworld() -> str:
-    from rillflow.agents.environments.pooled import java_program
+    from rillflow.agents.environments.bases import java_program
     from rillflow.errors import ConfigError
 
     try:

@@ -7,7 +7,7 @@ import json
 import sys
 from pathlib import Path
 
-from rillflow.resources.executors.ray import RayExecutor
+from rillflow.resources.ray_executor import RayExecutor
 from rillflow.runtime.folder import RunFolder
 
 

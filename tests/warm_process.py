@@ -25,13 +25,14 @@ import setproctitle
 
 from forked_command import NAMESPACE, PYTHON
 from rillflow.resources.placement import Role
-from rillflow.runtime import early, forking, forkserver, local, preloaded, warm
+from rillflow.runtime import forkserver, local, preloaded, warm
 from rillflow.runtime.process import leave
 
 PR_SET_PDEATHSIG = 1
+become_rillflow = forkserver.become  # which this program replaces
 MODULES = (
     *warm.MODULES,
-    *early.MODULES,
+    *warm.SHARED_MODULES,
     *(module for modules in preloaded.ROLE_MODULES.values() for module in modules),
     "matplotlib.backends.backend_agg",
     "matplotlib.figure",
@@ -72,7 +73,7 @@ def become(arguments: Sequence[str], environment: Mapping[str, str]) -> NoReturn
     """
     code = 1
     try:
-        (run_python if arguments[0] == PYTHON else forking.become)(arguments, environment)
+        (run_python if arguments[0] == PYTHON else become_rillflow)(arguments, environment)
         code = 0
     except SystemExit as end:
         if isinstance(end.code, str):

@@ -16,13 +16,14 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from rillflow import errors
-    from rillflow.agents.rewards.calling import reward
+    from rillflow.agents.rewards.base import reward
     from rillflow.agents.tools.functions import tool
     from rillflow.api import Run, resume, run, trajectories
     from rillflow.config import Recipe, load_recipe
     from rillflow.contracts import Environment, Episode, Role, Toolbox
     from rillflow.errors import ConfigError, RewardError, RillflowError, RunError, ToolError, WorkflowError
-    from rillflow.storage.trajectories import Trajectories, Trajectory
+    from rillflow.storage.trajectories import Trajectories
+    from rillflow.storage.trajectory_format import Trajectory
     from rillflow.types import Observation, Said
 
 __version__ = "0.1.0"
@@ -54,13 +55,14 @@ __all__ = [
 ]
 # The module of each name. `errors` is a module itself.
 _MODULES = {
-    "rillflow.agents.rewards.calling": ("reward",),
+    "rillflow.agents.rewards.base": ("reward",),
     "rillflow.agents.tools.functions": ("tool",),
     "rillflow.api": ("Run", "resume", "run", "trajectories"),
     "rillflow.config": ("Recipe", "load_recipe"),
     "rillflow.contracts": ("Environment", "Episode", "Role", "Toolbox"),
     "rillflow.errors": ("ConfigError", "RewardError", "RillflowError", "RunError", "ToolError", "WorkflowError"),
-    "rillflow.storage.trajectories": ("Trajectories", "Trajectory"),
+    "rillflow.storage.trajectories": ("Trajectories",),
+    "rillflow.storage.trajectory_format": ("Trajectory",),
     "rillflow.types": ("Observation", "Said"),
 }
 _MODULE_OF = {name: module for module, names in _MODULES.items() for name in names}

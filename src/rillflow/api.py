@@ -81,7 +81,7 @@ def run(
             "overrides need a recipe's name or path", "give them to `rillflow.load_recipe(name, overrides)` instead"
         )
     _refuse_event_loop("run")
-    from rillflow.runtime.early import early_server
+    from rillflow.runtime.warm import early_server
 
     with early_server(wanted=runtime == "local") as early:  # imports torch while the recipe is read
         from rillflow.cli.run import Where, check, run_folder
@@ -115,8 +115,8 @@ def resume(
         print(run.summary["steps"])
     """
     _refuse_event_loop("resume")
-    from rillflow.runtime.early import early_server
     from rillflow.runtime.folder import RunFolder
+    from rillflow.runtime.warm import early_server
 
     folder = RunFolder.open(run)
     with early_server(wanted=runtime == "local") as early:

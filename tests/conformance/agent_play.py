@@ -20,7 +20,7 @@ from engine_log import LoggedEngine, trained_turns
 from needs import require
 from rillflow.agents.command import CommandAgent
 from rillflow.config import SamplingConfig
-from rillflow.config.agents import CommandConfig
+from rillflow.config.rollout import CommandConfig
 from rillflow.contracts import SystemClock
 from rillflow.gateway import Gateway, Policy, Renderer, anthropic_url
 from rillflow.gateway.trees.record import Sample, SessionRecord
@@ -39,7 +39,7 @@ QUIET = {
     "LANGSMITH_TRACING": "false",
 }
 
-Told = list[list[dict[str, Any]]]  # by question, the turns that the agent saw; see agents/stockroom.py
+Told = list[list[dict[str, Any]]]  # by question, the turns that the agent saw; see examples/stockroom.py
 
 
 def python_of(package: str) -> Path:

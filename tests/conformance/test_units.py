@@ -10,7 +10,7 @@ import pytest
 import redis
 
 from redis_server import DURABLE, redis_server
-from rillflow.clients.directory import GET_LIMIT, UnitClient
+from rillflow.clients.unit_directory import GET_LIMIT, UnitClient
 from rillflow.dataflow.units import FileUnit
 from rillflow.dataflow.units.redis import RedisUnit
 from rillflow.dataflow.units.service import UnitService

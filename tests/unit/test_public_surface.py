@@ -19,7 +19,7 @@ import rillflow.contracts
 import rillflow.errors
 import rillflow.types
 from rillflow.cli.main import app
-from rillflow.config.reference import SECTIONS
+from scripts.recipes_page import SECTIONS
 
 FROZEN = Path(__file__).with_name("public_surface.json")
 

@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import IO, Any
 from urllib.parse import unquote, urlsplit
 
-from rillflow.config.agents import CommandConfig
+from rillflow.config.rollout import CommandConfig
 from rillflow.contracts import Episode
 from rillflow.engine.reaper import Reaper, kill_group
 from rillflow.errors import ConfigError, WorkflowError

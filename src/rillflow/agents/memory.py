@@ -36,7 +36,7 @@ from rillflow.types.base import json_decoder
 if TYPE_CHECKING:
     from qdrant_client import QdrantClient
 
-    from rillflow.agents.tools.embedding import Embedder
+    from rillflow.agents.tools.corpus import Embedder
 
 
 class MemoryOptions(Section):
@@ -282,7 +282,7 @@ def _thread() -> ThreadPoolExecutor:
 
 @cache
 def _open(options: MemoryOptions) -> EpisodeStore:
-    from rillflow.agents.tools.embedding import Embedder
+    from rillflow.agents.tools.corpus import Embedder
 
     journal = None if options.journal is None else Path(options.journal).expanduser()
     return EpisodeStore(

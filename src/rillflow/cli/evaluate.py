@@ -63,7 +63,7 @@ def evaluate(
 ) -> None:
     """Score a checkpoint on benchmarks: avg@k, pass@k and majority@k, with confidence intervals and a record of every
     answer. Stopped and started again it goes on where it was."""
-    from rillflow.observe.progress import quieten
+    from rillflow.observe.run_view import quieten
 
     quieten()
     from rillflow.cli.evaluating import Asked, run_evaluation

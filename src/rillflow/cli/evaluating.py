@@ -19,10 +19,21 @@ from xxhash import xxh3_64_hexdigest
 from rillflow.cli.export import Checkpoint, open_checkpoint
 from rillflow.config import Recipe, load_recipe, write_resolved
 from rillflow.errors import ConfigError
-from rillflow.evaluate.run import REPORT, Evaluation, Result, Tally, average, evaluate, report
+from rillflow.evaluate.run import (
+    GRADING,
+    HELDOUT,
+    REPORT,
+    Evaluation,
+    Result,
+    Tally,
+    average,
+    evaluate,
+    open_suites,
+    report,
+    with_context,
+)
 from rillflow.evaluate.scores import Score
-from rillflow.evaluate.suites import GRADING, HELDOUT, open_suites, with_context
-from rillflow.observe.progress import LiveLine
+from rillflow.observe.run_view import LiveLine
 from rillflow.runtime.folder import RunFolder
 
 console = Console(stderr=True)

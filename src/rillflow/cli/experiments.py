@@ -34,7 +34,7 @@ def run(
     ] = None,
 ) -> None:
     """Run a recipe: starts every process, here or on a Ray cluster, shows progress, ends with a summary and a plot."""
-    from rillflow.runtime.early import early_server
+    from rillflow.runtime.warm import early_server
 
     with clear_errors(), early_server(wanted=runtime == "local" and not dry_run) as early:
         from rillflow.cli.run import Where, check, run_folder, show_recipe
@@ -60,7 +60,7 @@ def resume(
     dashboard: DashboardOption = True,
 ) -> None:
     """Go on with a run that was stopped, killed or failed, exactly where it was."""
-    from rillflow.runtime.early import early_server
+    from rillflow.runtime.warm import early_server
 
     with clear_errors(), early_server(wanted=runtime == "local") as early:
         from rillflow.cli.run import Where, check, has_finished, how_to_train_on, run_folder
@@ -186,7 +186,7 @@ def export(
     ] = False,
 ) -> None:
     """Write a version of a policy as a plain Hugging Face model folder."""
-    from rillflow.observe.progress import quieten
+    from rillflow.observe.run_view import quieten
 
     quieten()
     from rillflow.cli.export import Exporter
@@ -206,8 +206,7 @@ def export(
 @app.command()
 def warm() -> None:
     """Keep torch imported, so that later runs on this machine start sooner; Ctrl-C ends it."""
-    from rillflow.runtime.early import available, server_environment
-    from rillflow.runtime.warm import start
+    from rillflow.runtime.warm import available, server_environment, start
 
     with clear_errors():
         if not available():

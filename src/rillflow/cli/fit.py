@@ -10,7 +10,7 @@ from rich.console import Console
 
 from rillflow.config.supervised import FitRecipe, read_resolved_fit
 from rillflow.errors import RunError
-from rillflow.observe.progress import LiveLine, quieten, sparkline
+from rillflow.observe.run_view import LiveLine, quieten, sparkline
 from rillflow.observe.trackers import Outcome, Trackers, check_trackers
 from rillflow.runtime.folder import RunFolder
 from rillflow.runtime.process import STOPPED, child_environment, prepare
@@ -71,7 +71,7 @@ def _train(folder: RunFolder, recipe: FitRecipe) -> int:
 
 
 def _launch(folder: RunFolder, recipe: FitRecipe) -> int:
-    from rillflow.runtime.forking import start_ranks
+    from rillflow.runtime.forkserver import start_ranks
     from rillflow.trainer.parallel.launch import launch
 
     def arguments(rank: int, rendezvous: str) -> list[str]:

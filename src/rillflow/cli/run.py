@@ -19,14 +19,13 @@ from rillflow.config import PolicyConfig, Recipe
 from rillflow.errors import ConfigError, RunError
 from rillflow.observe.advisories import FactReader, advise
 from rillflow.observe.advisories.rules import Watch
-from rillflow.observe.metrics import plot_reward, read_metrics
-from rillflow.observe.progress import Progress
-from rillflow.observe.summary import summarise, summary_table
+from rillflow.observe.metrics import plot_reward, read_metrics, summarise, summary_table
+from rillflow.observe.run_view import Progress
 from rillflow.observe.trackers import Outcome, Trackers, check_trackers
 from rillflow.resources.workers import initial_workers
-from rillflow.runtime.early import EarlyServer
 from rillflow.runtime.folder import RunFolder
 from rillflow.runtime.local import LocalRun, ended_well
+from rillflow.runtime.warm import EarlyServer
 from rillflow.storage import write_json
 from rillflow.storage.startup import Starting
 from rillflow.types import DONE, TARGET_REACHED, Status

@@ -21,7 +21,7 @@ from rillflow.clients.dataflow import DataflowClient
 from rillflow.clients.joining import token_of
 from rillflow.clients.ledgers import connect
 from rillflow.errors import ConfigError, DeadlineExceeded, RillflowError, RunError, Unavailable
-from rillflow.observe.run_report import RunReport, as_json, report_of, report_view, reports_table, where_and_next
+from rillflow.observe.run_view import RunReport, as_json, report_of, report_view, reports_table, where_and_next
 from rillflow.runtime.folder import RunFolder
 from rillflow.types import NodeInfo, NodeList, RetireNode, Status
 

@@ -55,7 +55,7 @@ def try_one(
 
     Exit code 1: the episode failed; the traceback says where. It starts sooner beside a `rillflow warm`.
     """
-    from rillflow.observe.progress import quieten
+    from rillflow.observe.run_view import quieten
     from rillflow.runtime import warm
 
     own = sys.argv[1:2] == [_TRY]  # not of a program that calls this as a function

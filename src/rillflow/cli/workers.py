@@ -20,10 +20,9 @@ from rillflow.cli.status import to_join
 from rillflow.clients.joining import token_of
 from rillflow.clients.ledgers import connect
 from rillflow.errors import ConfigError, WireError
-from rillflow.resources.maintainer.state import Line
+from rillflow.resources.maintainer.pool import Line
 from rillflow.resources.placement import NONE, hosted_node, node_of, retagged
-from rillflow.resources.roofline import measure_apart
-from rillflow.resources.workers import Worker, find, remeasured, with_rooflines
+from rillflow.resources.workers import Worker, find, measure_apart, remeasured, with_rooflines
 from rillflow.runtime.folder import RunFolder
 from rillflow.runtime.maintaining import maintainer, maintainer_role, place_at, place_of
 from rillflow.runtime.process import prepare, run_until_signal

@@ -1,13 +1,21 @@
-"""The dataflow service, as nodes, trainers, supervisors and dashboards call it.
+"""The dataflow service, as nodes, engines, trainers, supervisors and dashboards call it.
 
 Completions that are sent at the same time share one call. Two calls may be under way, so that the peer has work while
 the answer to the other is on its way.
+
+An engine announces changes of its weights. `EngineTurn`: an engine has a turn to change its weights, so that not all
+engines of a policy pause at once. `FetchWord`: an engine that downloads a whole version announces it, and that version
+stays in the store meanwhile. Nothing depends on either. Without an answer, or after `LONGEST` seconds in which others
+were first, an engine goes ahead; without an announcement it downloads all the same, and plans again where a file has
+gone.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager, suppress
 from typing import Generic
 from urllib.parse import urlsplit, urlunsplit
 
@@ -16,11 +24,25 @@ import msgspec
 from rillflow.batching import Answer, Batcher, Item
 from rillflow.contracts import Clock, SystemClock
 from rillflow.errors import DeadlineExceeded, RillflowError, from_body
-from rillflow.types import Ack, CompleteTask, CompleteTasks, Engines, LookEngines, RunRecipe, StopRun, Units
+from rillflow.types import (
+    Ack,
+    AskTurn,
+    CompleteTask,
+    CompleteTasks,
+    Engines,
+    LookEngines,
+    RunRecipe,
+    StopRun,
+    TellFetch,
+    TurnReply,
+    Units,
+)
 from rillflow.types.routes import Dataflow, Updates
 from rillflow.types.runs import ledger_of
 from rillflow.wire import Client
 from rillflow.wire.client import DEFAULT_DEADLINE, Reads, Sends
+
+log = logging.getLogger(__name__)
 
 # ---------------------------------------------------------------- calls that travel together
 
@@ -98,8 +120,8 @@ class DataflowClient:
     status = Reads(Dataflow.status)
     balance = Reads(Dataflow.balance)
     engine_beat = Sends(Updates.engine_beat)
-    turn = Sends(Updates.turn)  # see `clients.weight_updates`
-    fetching = Sends(Updates.fetching)  # see `clients.weight_updates`
+    turn = Sends(Updates.turn)  # see `EngineTurn`
+    fetching = Sends(Updates.fetching)  # see `FetchWord`
 
     def __init__(self, client: Client) -> None:
         self.wire = client
@@ -151,3 +173,92 @@ class DataflowClient:
         for completions in self._completions.values():
             await completions.close()
         await self.wire.close()
+
+
+# ---------------------------------------------------------------- updates of weights
+
+ANSWER = 2.0  # seconds that the service has for an answer
+LONGEST = 60.0  # bounds a whole load of a large model by the first engine
+_WAIT = 1.0  # that one question may wait for a turn
+_RENEW_TURN = 1.5  # seconds between two calls of an engine that still changes its weights
+RENEW_FETCH = 4.0  # seconds between two calls of an engine that still downloads
+
+Ask = Callable[[AskTurn, float], Awaitable[TurnReply]]
+Tell = Callable[[TellFetch, float], Awaitable[Ack]]
+
+
+class EngineTurn:
+    """`async with turn(): …` around a change of weights."""
+
+    def __init__(self, ask: Ask, policy: str, engine: str, clock: Clock | None = None) -> None:
+        self._ask = ask
+        self._policy = policy
+        self._engine = engine
+        self._clock = clock or SystemClock()
+
+    @asynccontextmanager
+    async def __call__(self) -> AsyncIterator[None]:
+        if not await self._granted():
+            yield
+            return
+        renewing = asyncio.create_task(self._renew(), name="renew-turn")
+        try:
+            yield
+        finally:
+            renewing.cancel()
+            await asyncio.wait({renewing})
+            with suppress(RillflowError):  # then it expires
+                await self._ask(AskTurn(policy=self._policy, engine=self._engine, done=True), ANSWER)
+
+    async def _granted(self) -> bool:
+        """False for who goes ahead without a turn."""
+        end = self._clock.monotonic() + LONGEST
+        ask = AskTurn(policy=self._policy, engine=self._engine, wait=_WAIT)
+        while self._clock.monotonic() < end:
+            try:
+                if (await self._ask(ask, ANSWER)).granted:
+                    return True
+            except RillflowError as error:
+                log.info("%s changes the weights of %s without a turn: %s", self._engine, self._policy, error.message)
+                return False
+        log.warning("%s got no turn to change the weights of %s in %.0f s", self._engine, self._policy, LONGEST)
+        return False
+
+    async def _renew(self) -> None:
+        ask = AskTurn(policy=self._policy, engine=self._engine)
+        while True:
+            await asyncio.sleep(_RENEW_TURN)
+            with suppress(RillflowError):
+                await self._ask(ask, ANSWER)
+
+
+class FetchWord:
+    """`async with word(version): …` around a download. The announcement lasts until the engine reports that it
+    serves the version."""
+
+    def __init__(self, tell: Tell, policy: str, engine: str) -> None:
+        self._tell = tell
+        self._policy = policy
+        self._engine = engine
+
+    @asynccontextmanager
+    async def __call__(self, version: int) -> AsyncIterator[None]:
+        news = TellFetch(policy=self._policy, engine=self._engine, version=version)
+        await self._say(news)
+        renewing = asyncio.create_task(self._renew(news), name="renew-fetch")
+        try:
+            yield
+        finally:
+            renewing.cancel()
+            await asyncio.wait({renewing})
+
+    async def _renew(self, news: TellFetch) -> None:
+        while True:
+            await asyncio.sleep(RENEW_FETCH)
+            await self._say(news)
+
+    async def _say(self, news: TellFetch) -> None:
+        try:
+            await self._tell(news, ANSWER)
+        except RillflowError as error:
+            log.info("%s fetches version %d of %s untold: %s", self._engine, news.version, self._policy, error.message)

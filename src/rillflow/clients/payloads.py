@@ -18,8 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from rillflow.clients.columns import dtypes_of
-from rillflow.clients.directory import GET_LIMIT, UNIT_ID_FILE, Directory, UnitClient
+from rillflow.clients.unit_directory import GET_LIMIT, UNIT_ID_FILE, Directory, UnitClient, dtypes_of
 from rillflow.contracts import Clock, SystemClock
 from rillflow.errors import BadRequest, CorruptData, DeadlineExceeded, Unavailable
 from rillflow.storage import SegmentReader

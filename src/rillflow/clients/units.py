@@ -18,8 +18,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from rillflow.batching import Batcher
-from rillflow.clients.columns import check_rows, row_bytes
-from rillflow.clients.directory import UNIT_ID_FILE, Directory
+from rillflow.clients.unit_directory import UNIT_ID_FILE, Directory, check_rows, row_bytes
 from rillflow.contracts import Clock, SystemClock
 from rillflow.errors import BadRequest, DeadlineExceeded, RillflowError, StorageError, Unavailable, WireError
 from rillflow.storage import SegmentWriter

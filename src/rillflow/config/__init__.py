@@ -1,19 +1,29 @@
 """One schema per part; unknown keys are refused with the nearest valid name."""
 
-from rillflow.config.agents import (
+from rillflow.config.load import load_recipe, recipes, resolve_object, write_resolved
+from rillflow.config.policy import EngineConfig, PolicyConfig, SamplingConfig, ServerConfig, StageConfig, WeightsConfig
+from rillflow.config.rollout import (
     CommandConfig,
+    DataConfig,
+    DataflowConfig,
     GatewayConfig,
+    HookConfig,
     McpConfig,
     PauseConfig,
     RewardConfig,
     RolloutConfig,
+    SourceConfig,
     ToolConfig,
+    UnitsConfig,
 )
-from rillflow.config.data import DataConfig, DataflowConfig, HookConfig, SourceConfig, UnitsConfig
-from rillflow.config.load import load_recipe, recipes, resolve_object, write_resolved
-from rillflow.config.observe import EvaluationConfig, ObserveConfig
-from rillflow.config.policy import EngineConfig, PolicyConfig, SamplingConfig, ServerConfig, StageConfig, WeightsConfig
-from rillflow.config.resources import ResourcesConfig, RuntimeConfig, ScalingConfig, WorkersConfig
+from rillflow.config.runs import (
+    EvaluationConfig,
+    ObserveConfig,
+    ResourcesConfig,
+    RuntimeConfig,
+    ScalingConfig,
+    WorkersConfig,
+)
 from rillflow.config.schema import Recipe
 from rillflow.config.trainer import CriticConfig, KlConfig, LoraConfig, NodeConfig, OverlongConfig, TrainerConfig
 

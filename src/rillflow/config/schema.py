@@ -11,12 +11,19 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from rillflow.config.agents import CommandConfig, GatewayConfig, RewardConfig, RolloutConfig, ToolConfig
 from rillflow.config.base import Name, Section
-from rillflow.config.data import DataConfig, DataflowConfig, HookConfig
-from rillflow.config.observe import EvaluationConfig, ObserveConfig
 from rillflow.config.policy import PolicyConfig
-from rillflow.config.resources import ResourcesConfig, RuntimeConfig
+from rillflow.config.rollout import (
+    CommandConfig,
+    DataConfig,
+    DataflowConfig,
+    GatewayConfig,
+    HookConfig,
+    RewardConfig,
+    RolloutConfig,
+    ToolConfig,
+)
+from rillflow.config.runs import EvaluationConfig, ObserveConfig, ResourcesConfig, RuntimeConfig
 
 # How an episode may end without an answer; the detail is a command's exit code or the name of a workflow's exception.
 _END = re.compile(r"agent_error(\.-?\d+)?|workflow_error(\.\w+)?|context_overflow|timeout")

@@ -12,9 +12,9 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, field_serializer, model_validator
 
 from rillflow.config.base import Name, NonNegative, Positive, Section
-from rillflow.config.data import SourceConfig
 from rillflow.config.load import FIT, parse, read_raw, validated
-from rillflow.config.observe import TrackersConfig
+from rillflow.config.rollout import SourceConfig
+from rillflow.config.runs import TrackersConfig
 from rillflow.config.trainer import AlgorithmConfig, TrainerConfig
 from rillflow.errors import ConfigError
 

@@ -5,19 +5,6 @@ Contracts name no implementation: `dataflow`, `rollout` and `trainer` meet only 
 
 from typing import TYPE_CHECKING
 
-from rillflow.contracts.agents import Environment, Episode, Role, Tool, Toolbox
-from rillflow.contracts.data import (
-    Curator,
-    Filter,
-    Group,
-    GroupReward,
-    PromptGenerator,
-    PromptSource,
-    ReadyGroup,
-    Replayer,
-    Sampler,
-    Stateful,
-)
 from rillflow.contracts.parts import (
     UNKNOWN,
     Change,
@@ -33,6 +20,23 @@ from rillflow.contracts.parts import (
     TokenSource,
     Trainer,
     WeightStore,
+)
+from rillflow.contracts.user_code import (
+    Curator,
+    Environment,
+    Episode,
+    Filter,
+    Group,
+    GroupReward,
+    PromptGenerator,
+    PromptSource,
+    ReadyGroup,
+    Replayer,
+    Role,
+    Sampler,
+    Stateful,
+    Tool,
+    Toolbox,
 )
 
 if TYPE_CHECKING:

@@ -8,8 +8,8 @@ from typing import Annotated, Any, NamedTuple
 import msgspec
 from msgspec import Meta
 
-from rillflow.dashboard.views import flow, nodes, overview, records, trajectories
-from rillflow.dashboard.views.charts import Axis, Window
+from rillflow.dashboard import charts, flow, nodes, records, trajectories
+from rillflow.dashboard.charts import Axis, Window
 from rillflow.dashboard.watched import LivePart, Source
 
 Pixels = Annotated[int, Meta(ge=50, le=4000)]
@@ -73,10 +73,10 @@ class LogLines(msgspec.Struct):
 
 PANELS: dict[str, Panel] = {
     "overview": Panel(
-        Curves, lambda run, live, query: overview.overview(run, live, query.window), ("state", "metrics"), ("status",)
+        Curves, lambda run, live, query: charts.overview(run, live, query.window), ("state", "metrics"), ("status",)
     ),
     "metrics": Panel(
-        SomeCurves, lambda run, live, query: overview.metrics(run, query.names.split(","), query.window), ("metrics",)
+        SomeCurves, lambda run, live, query: charts.metrics(run, query.names.split(","), query.window), ("metrics",)
     ),
     "timeline": Panel(
         Lanes, lambda run, live, query: records.timeline(run, query.width, query.low, query.high), ("timeline",)
@@ -100,7 +100,7 @@ PANELS: dict[str, Panel] = {
     ),
     "algorithms": Panel(Curves, lambda run, live, query: flow.algorithms(run, query.window), ("metrics", "ledger")),
     "compare": Panel(
-        Other, lambda run, live, query, other: overview.compare(run, other, query.window), ("state", "metrics")
+        Other, lambda run, live, query, other: charts.compare(run, other, query.window), ("state", "metrics")
     ),
     "logs": Panel(Nothing, lambda run, live, query: records.log_files(run), ("logs", "ledger")),
     "log": Panel(

@@ -28,8 +28,8 @@ from typing import Any, ClassVar, TypeVar
 import msgspec
 
 from rillflow import __version__
+from rillflow.dashboard.charts import Advice, run_list
 from rillflow.dashboard.panels import PANELS, Other, Panel
-from rillflow.dashboard.views.overview import Advice, run_list
 from rillflow.dashboard.watched import LiveRun, WatchedRun, watch
 from rillflow.errors import BadRequest, Forbidden, RillflowError, Unauthorized
 from rillflow.runtime.process import prepare, run_until_signal

@@ -33,7 +33,7 @@ from rillflow.observe.advisories import FactReader
 from rillflow.runtime.folder import RunFolder
 from rillflow.storage import read_json
 from rillflow.storage.spans import FOLDER as TIMELINE
-from rillflow.storage.trajectories import FILE as TRAJECTORIES
+from rillflow.storage.trajectory_format import FILE as TRAJECTORIES
 from rillflow.types import NodeInfo, RetireNode, Status
 from rillflow.types.balance import Balance
 from rillflow.weights.manifest import HEAD

@@ -19,7 +19,7 @@ from rillflow.dataflow.ledger.serving import ServedSample, batch_rows
 from rillflow.dataflow.ledger.tables import Group, Sample
 from rillflow.dataflow.ledger.versions import Lineage
 from rillflow.dataflow.rules import Rules, derive_seed
-from rillflow.storage.trajectories.format import Kept
+from rillflow.storage.trajectory_format import Kept
 from rillflow.types import CommitBatch, FailTask, KeptTokens, Lane, Prompt, Row
 
 

@@ -14,7 +14,8 @@ from rillflow.dataflow.rules import Rules
 from rillflow.dataflow.service import DataflowService
 from rillflow.dataflow.sources import open_heldout, open_sources
 from rillflow.storage import disk_errors
-from rillflow.storage.trajectories import FILE, KINDS, Bounds
+from rillflow.storage.trajectories import Bounds
+from rillflow.storage.trajectory_format import FILE, KINDS
 from rillflow.types.runs import folder_of
 from rillflow.weights.updates import Invitation
 from rillflow.wire.blocking import keep_what_is_there

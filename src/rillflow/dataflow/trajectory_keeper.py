@@ -24,16 +24,8 @@ from rillflow.clients.payloads import Arrays, DamagedRows, PayloadReader
 from rillflow.dataflow.kept_episodes import KeptEpisode, KeptSample
 from rillflow.dataflow.ledger.ledger import Ledger
 from rillflow.errors import CorruptData, RillflowError
-from rillflow.storage.trajectories import (
-    Bounds,
-    TokenPath,
-    Trajectory,
-    TrajectoryInfo,
-    TrajectoryStore,
-    decode_body,
-    described,
-)
-from rillflow.storage.trajectories.format import Floats
+from rillflow.storage.trajectories import Bounds, TrajectoryStore
+from rillflow.storage.trajectory_format import Floats, TokenPath, Trajectory, TrajectoryInfo, decode_body, described
 from rillflow.types import CommitBatch, FailTask, KeptTokens, Row, Units
 
 log = logging.getLogger(__name__)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from rillflow.clients.weight_updates import Ask, EngineTurn, FetchWord, Tell
+from rillflow.clients.dataflow import Ask, EngineTurn, FetchWord, Tell
 from rillflow.config import PolicyConfig
 from rillflow.contracts import Engine
 from rillflow.engine.embedded import EmbeddedEngine

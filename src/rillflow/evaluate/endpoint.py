@@ -21,7 +21,7 @@ from typing import Any
 import aiohttp
 import msgspec
 
-from rillflow.agents.rewards.calling import Given
+from rillflow.agents.rewards.base import Given
 from rillflow.config import GatewayConfig, Recipe, SamplingConfig
 from rillflow.contracts import SystemClock
 from rillflow.errors import BadRequest, RillflowError, Unavailable

@@ -25,7 +25,8 @@ from rillflow.errors import DataError, StorageError
 from rillflow.evaluate.playing import NAME, Ended
 from rillflow.rollout.push import trajectory_of
 from rillflow.storage import disk_errors
-from rillflow.storage.trajectories import FILE, Bounds, Trajectory, TrajectoryStore
+from rillflow.storage.trajectories import Bounds, TrajectoryStore
+from rillflow.storage.trajectory_format import FILE, Trajectory
 from rillflow.types import Task
 from rillflow.types.base import json_decoder
 

@@ -1,4 +1,6 @@
-"""An evaluation from the engines' start to the report: one benchmark after the other, by the same engines.
+"""An evaluation from the engines' start to the report: one suite after the other, by the same engines.
+
+A suite is a benchmark, or the held-out prompts of a run, with the recipe that plays it.
 
 Its folder: recipe.yaml (what played), settings.json (what must be the same for records to be added to), one file of
 records for each benchmark, report.json, logs/ of servers, trajectories.sqlite (what was said). Every sample that has no
@@ -24,16 +26,121 @@ from xxhash import xxh3_64_hexdigest
 
 from rillflow.agents.rewards.base import text_of
 from rillflow.agents.rewards.registry import load_group_reward
-from rillflow.config import Recipe
+from rillflow.config import PolicyConfig, Recipe, RewardConfig, SourceConfig
+from rillflow.contracts import PromptSource
 from rillflow.dataflow.rules import derive_seed
+from rillflow.dataflow.sources import open_source
+from rillflow.dataflow.sources.benchmarks import benchmark
+from rillflow.dataflow.sources.sequences import source_names
 from rillflow.errors import ConfigError, RewardError, RunError
 from rillflow.evaluate.playing import Ended, Stage, open_engines, open_stage
 from rillflow.evaluate.records import KeptEpisodes, Record, RecordFile, fingerprint
-from rillflow.evaluate.scores import Scores, score, vote
-from rillflow.evaluate.suites import Suite
+from rillflow.evaluate.scores import Kind, Scores, score, vote
 from rillflow.gateway.trees.record import SessionRecord
+from rillflow.gateway.trees.render import Renderer, load_renderer
 from rillflow.storage import disk_errors, read_json, write_json
 from rillflow.types import Prompt, Task
+from rillflow.weights.model_folder import model_folder
+
+HELDOUT = "heldout"
+GRADING = "rillflow.evaluate.scores:reward"
+_MARGIN = 128  # tokens that a chat template writes around a question
+_SHORTEST = 256
+
+
+@dataclass(frozen=True)
+class Suite:
+    """The questions of one benchmark, and the recipe by which they are played."""
+
+    name: str
+    source: PromptSource
+    recipe: Recipe
+    kind: Kind
+
+
+def open_suites(recipe: Recipe, names: Sequence[str], *, limit: int | None, max_tokens: int | None) -> list[Suite]:
+    """`names` are benchmarks, or `heldout` for what the recipe holds out, each source for itself. The answers to a
+    benchmark are graded by its own reward, unless the workflow rewards itself: then that is the trajectory's. Without
+    `max_tokens` an answer is as long as the benchmark says, or, of what is held out, as the recipe does."""
+    suites: list[Suite] = []
+    for name in names:
+        if name == HELDOUT:
+            suites += _heldout(recipe, limit, max_tokens)
+        else:
+            suites.append(_benchmark(recipe, name, limit, max_tokens))
+    if len({suite.name for suite in suites}) < len(suites):
+        raise ConfigError("a benchmark is named twice", "name each once in --on")
+    return suites
+
+
+def _heldout(recipe: Recipe, limit: int | None, max_tokens: int | None) -> list[Suite]:
+    configs = recipe.data.heldout
+    if not configs:
+        raise ConfigError("the run holds no prompts out", "name benchmarks: --on gsm8k,math500")
+    recipe = recipe if max_tokens is None else _answering(recipe, max_tokens)
+    suites: list[Suite] = []
+    for name, config in zip(source_names(configs), configs, strict=True):
+        cut = config.model_copy(update={"limit": _least(config.limit, limit)})
+        kind: Kind = "text" if config.benchmark is None else benchmark(config.benchmark).kind
+        suites.append(Suite(name, open_source(cut, seed=recipe.seed, shuffle=False), recipe, kind))
+    return suites
+
+
+def _benchmark(recipe: Recipe, name: str, limit: int | None, max_tokens: int | None) -> Suite:
+    found = benchmark(name)
+    source = open_source(SourceConfig(benchmark=name, limit=limit), seed=recipe.seed, shuffle=False)
+    recipe = _answering(recipe, max_tokens or found.max_tokens)
+    if recipe.reward is not None:
+        graded = [RewardConfig(name=found.reward, options=dict(found.options))]
+        recipe = recipe.model_copy(update={"reward": graded})
+    return Suite(name, source, recipe, found.kind)
+
+
+def _answering(recipe: Recipe, longest: int) -> Recipe:
+    """Return the recipe with this limit of tokens for each answer."""
+    policies = {
+        name: policy.model_copy(update={"sampling": policy.sampling.model_copy(update={"max_tokens": longest})})
+        for name, policy in recipe.policies.items()
+    }
+    return recipe.model_copy(update={"policies": policies})
+
+
+def _least(*limits: int | None) -> int | None:
+    return min((limit for limit in limits if limit is not None), default=None)
+
+
+def with_context(recipe: Recipe, suites: Sequence[Suite], most: int | None = None) -> Recipe:
+    """The recipe with engines that have room for the longest question and its answer, and no more than the model or
+    `most` allows."""
+    policies = {
+        name: policy.model_copy(
+            update={"engine": policy.engine.model_copy(update={"context": _context(policy, name, suites, most)})}
+        )
+        for name, policy in recipe.policies.items()
+    }
+    return recipe.model_copy(update={"policies": policies})
+
+
+def _context(policy: PolicyConfig, name: str, suites: Sequence[Suite], most: int | None) -> int:
+    renderer = load_renderer(policy)
+    needed = max(_longest(renderer, suite.source) + suite.recipe.policies[name].sampling.max_tokens for suite in suites)
+    return min(max(needed + _MARGIN, _SHORTEST), most or _model_context(policy.model))
+
+
+def _longest(renderer: Renderer, source: PromptSource) -> int:
+    """Tokens of the longest question."""
+    questions = (str(source.at(index).payload.get("question", "")) for index in range(source.length))
+    return max((len(renderer.encode(text)) for text in questions), default=0)
+
+
+def _model_context(model: str) -> int:
+    from transformers import AutoConfig
+
+    found = getattr(AutoConfig.from_pretrained(str(model_folder(model))), "max_position_embeddings", None)
+    return int(found) if found else 1 << 20
+
+
+# ---------------------------------------------------------------- one suite
 
 ATTEMPTS = 2
 _FOR_GOOD = ("context_overflow",)  # it would fail again

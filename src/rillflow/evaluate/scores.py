@@ -23,8 +23,7 @@ import numpy as np
 import numpy.typing as npt
 
 from rillflow.agents.rewards.answer_text import normalised
-from rillflow.agents.rewards.base import inside, text_of
-from rillflow.agents.rewards.calling import Given, call
+from rillflow.agents.rewards.base import Given, call, inside, text_of
 from rillflow.agents.rewards.registry import Reward, load_reward
 from rillflow.config import RewardConfig
 from rillflow.dataflow.sources.benchmarks import GYM, benchmark

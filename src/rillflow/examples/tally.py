@@ -19,8 +19,8 @@ from collections.abc import Iterator, Mapping
 from itertools import permutations
 from typing import Any
 
+from rillflow.agents.agentflow.models import ANSWER, THINK, Decision
 from rillflow.agents.agentflow.options import asked
-from rillflow.agents.agentflow.planner import ANSWER, THINK, Decision
 from rillflow.agents.environments.splits import check_split
 from rillflow.agents.memory import TaskMemory
 from rillflow.contracts import Episode

@@ -18,7 +18,7 @@ from rich.table import Table
 from rich.text import Text
 
 from rillflow.errors import DataError
-from rillflow.storage.trajectories import TokenPath, Trajectory, TrajectoryInfo, conversation
+from rillflow.storage.trajectory_format import TokenPath, Trajectory, TrajectoryInfo, conversation
 from rillflow.weights.model_folder import model_folder
 
 if TYPE_CHECKING:

@@ -25,7 +25,7 @@ from typing import Literal, NamedTuple
 import msgspec
 
 from rillflow.config import Recipe
-from rillflow.config.resources import Tag
+from rillflow.config.runs import Tag
 from rillflow.errors import ConfigError, RunError
 from rillflow.resources.workers import TAGS, Worker, find
 from rillflow.types.runs import process_of

@@ -23,7 +23,7 @@ import openai
 
 from rillflow.agents.command import AgentFailed
 from rillflow.agents.environments.registry import environment_factory
-from rillflow.agents.rewards.calling import Given, call
+from rillflow.agents.rewards.base import Given, call
 from rillflow.agents.roles import Chat, PolicyRole
 from rillflow.agents.tools.toolbox import OpenToolbox, open_toolbox
 from rillflow.config import Recipe

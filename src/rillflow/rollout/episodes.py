@@ -18,8 +18,8 @@ from typing import Any
 import msgspec
 import openai
 
-from rillflow.agents.rewards.calling import Given
-from rillflow.config.agents import RolloutConfig
+from rillflow.agents.rewards.base import Given
+from rillflow.config.rollout import RolloutConfig
 from rillflow.config.tracebacks import short
 from rillflow.contracts import Clock
 from rillflow.errors import RewardError, RillflowError, WorkflowError

@@ -7,7 +7,7 @@ meanwhile; if they move, they go on at once at engines of other workers, at the 
 
 Beside nodes that only roll out this is the spatiotemporal multiplexing of SeamlessFlow (4.3), step by step:
 
-1. Workers carry tags: the trainer's process both, `rollout` and `train`, others `rollout` alone (`config.resources`).
+1. Workers carry tags: the trainer's process both, `rollout` and `train`, others `rollout` alone (`config.runs`).
 2. All of them roll out at first: the trainer waits for a batch, between `begin` and `end`.
 3. The trainer's lease of a batch is answered as soon as there are enough samples for an update.
 4. Its worker is preempted: `end`. Others are not interrupted; their samples are off-policy by one version from now on.

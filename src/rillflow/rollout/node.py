@@ -15,7 +15,7 @@ from contextlib import suppress
 from typing import Any
 
 from rillflow.clients.dataflow import DataflowClient
-from rillflow.config.agents import RolloutConfig
+from rillflow.config.rollout import RolloutConfig
 from rillflow.contracts import Clock, SystemClock
 from rillflow.errors import RillflowError, RunError
 from rillflow.gateway.sampling.node_engines import NodeEngines

@@ -24,7 +24,7 @@ from rillflow.errors import DeadlineExceeded, LeaseLost, RillflowError, StorageE
 from rillflow.gateway.trees.record import Sample, SessionRecord, cause, forks, forks_always
 from rillflow.rollout.episode import EpisodeFailed
 from rillflow.rollout.rewards import RewardRules, check_parts, require_all
-from rillflow.storage.trajectories import TokenPath, Trajectory, TrajectoryInfo, described, encode_body
+from rillflow.storage.trajectory_format import TokenPath, Trajectory, TrajectoryInfo, described, encode_body
 from rillflow.types import Ack, CompleteTask, FailTask, Row, SampleMeta, TaskLease
 from rillflow.types.runs import ledger_of
 

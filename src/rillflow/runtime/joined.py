@@ -162,7 +162,7 @@ def _check_reachable(options: JoinOptions, why: str) -> None:
 def stage_joined(options: JoinOptions, stage: str, policy: str | None) -> NoReturn:
     """Run a worker of a stage. Ends the process: a stage that computes still has its thread."""
     from rillflow.runtime.roles import stage_policy
-    from rillflow.stages.worker import run_stage
+    from rillflow.stages import run_stage
 
     name = _start(options.name)
     with _own_folder(options, name) as folder:

@@ -23,13 +23,13 @@ from rillflow.clients.ledgers import connect
 from rillflow.errors import BadRequest, DeadlineExceeded, RillflowError, RunError, StorageError, WireError
 from rillflow.resources.placement import Placed, ledgers, maintainers, services
 from rillflow.resources.workers import measured, with_rooflines
-from rillflow.runtime.early import MODULES, EarlyServer, available
 from rillflow.runtime.folder import RunFolder
 from rillflow.runtime.maintaining import end_nodes
 from rillflow.runtime.preloaded import Preloaded
 from rillflow.runtime.process import STOP_SIGNALS, bind_host, ignored, was_asked_to_stop
 from rillflow.runtime.reconcile import Reconciler
 from rillflow.runtime.supervisor import OnDemand, ProcessSpec, Supervised, Supervisor
+from rillflow.runtime.warm import SHARED_MODULES, EarlyServer, available
 from rillflow.storage.startup import Starting, starting
 from rillflow.types import DONE, GOOD_ENDS, OUT_OF_PROMPTS, TARGET_REACHED, LookEngines, RetireNode, Status
 
@@ -119,7 +119,9 @@ class LocalRun:
         if not runtime.preload or not available():
             return None
         # Trainers that also play import what nodes import.
-        modules = MODULES if self._recipe.mode == "asynchronous" else (*MODULES, "rillflow.runtime.hosted")
+        modules = (
+            SHARED_MODULES if self._recipe.mode == "asynchronous" else (*SHARED_MODULES, "rillflow.runtime.hosted")
+        )
         return Preloaded(self._folder.root, self._folder.log("forkserver"), runtime.threads, modules, early)
 
     async def _begin(self) -> None:

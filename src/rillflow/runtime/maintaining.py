@@ -19,7 +19,7 @@ from rillflow.config import Recipe
 from rillflow.errors import ConfigError, RunError
 from rillflow.resources.executors import Home, build_executor
 from rillflow.resources.maintainer.loop import Maintainer
-from rillflow.resources.maintainer.state import Book, Line
+from rillflow.resources.maintainer.pool import Book, Line
 from rillflow.resources.maintainer.upkeep import FileWorkers, ServiceRun, Workers
 from rillflow.resources.workers import WorkersFile
 from rillflow.runtime.folder import RunFolder

@@ -19,12 +19,12 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from rillflow.runtime import warm
-from rillflow.runtime.early import COMMAND, MODULES, EarlyServer, server_environment
+from rillflow.runtime.warm import COMMAND, SHARED_MODULES, EarlyServer, server_environment
 
 log = logging.getLogger(__name__)
 
-# What each role imports besides `MODULES`. The server imports the modules of a role when the first process of that role
-# is asked for: the trainer loads its model while the server imports the node's modules.
+# What each role imports besides `SHARED_MODULES`. The server imports the modules of a role when the first process of
+# that role is asked for: the trainer loads its model while the server imports the node's modules.
 ROLE_MODULES: dict[str, tuple[str, ...]] = {
     "trainer": ("rillflow.trainer.main",),
     "rollout": ("rillflow.rollout.main",),
@@ -69,7 +69,7 @@ class Preloaded:
         run: Path,
         log_path: Path,
         threads: int,
-        modules: Sequence[str] = MODULES,
+        modules: Sequence[str] = SHARED_MODULES,
         early: EarlyServer | None = None,
     ) -> None:
         self._early = early

@@ -39,7 +39,7 @@ _KILLED = -signal.SIGKILL.value
 
 
 class Seat(Protocol):
-    """The place of one process; `resources.ray_host` has its methods."""
+    """The place of one process; `resources.ray_cluster.RoleHost` has its methods."""
 
     node: str
     address: str

@@ -18,14 +18,21 @@ from contextlib import contextmanager
 
 from rillflow.errors import RunError
 from rillflow.resources.placement import Placed
-from rillflow.resources.ray_cluster import Offers, RayCluster, namespace_of, sampling_gpus, training_gpus, wants_of
-from rillflow.resources.ray_host import FOLDER
-from rillflow.runtime.early import EarlyServer
+from rillflow.resources.ray_cluster import (
+    FOLDER,
+    Offers,
+    RayCluster,
+    namespace_of,
+    sampling_gpus,
+    training_gpus,
+    wants_of,
+)
 from rillflow.runtime.folder import RunFolder
 from rillflow.runtime.local import LocalRun
 from rillflow.runtime.process import HOST_ENV, STOP_SIGNALS, role_environment
 from rillflow.runtime.ray_gang import Gang, Member, Place, Room
 from rillflow.runtime.supervisor import Supervised
+from rillflow.runtime.warm import EarlyServer
 from rillflow.storage import write_json
 from rillflow.storage.startup import Starting
 from rillflow.types import Status, TokenScope

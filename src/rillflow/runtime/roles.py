@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from rillflow.contracts import Generator, GroupReward
 from rillflow.errors import RunError
 from rillflow.runtime.folder import RunFolder
-from rillflow.runtime.forking import start_ranks
+from rillflow.runtime.forkserver import start_ranks
 from rillflow.runtime.process import (
     STOPPED,
     GiveUp,
@@ -197,7 +197,7 @@ def stage_role(folder: RunFolder, stage: str, *, policy: str | None = None, name
     name = name or f"stage-{policy}-{stage}-0"
     _check_name(name)
     startup.report_to(folder.root, name, "importing torch")
-    from rillflow.stages.worker import run_stage
+    from rillflow.stages import run_stage
 
     _use_threads(recipe.runtime.threads)
 

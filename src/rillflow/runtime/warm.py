@@ -1,16 +1,21 @@
-"""A process that has imported torch, from which the fork servers of later runs are forked: `rillflow warm`.
+"""Processes that import torch before a run asks for them: the warm process (`rillflow warm`), the early fork server.
 
     rillflow run ──socket──▶ warm process ──fork──▶ fork server of that run ──fork──▶ trainer, rollout node
     rillflow try ──socket──▶ warm process ──fork──▶ the same command, with the streams of the one that asked
 
-It imports other people's packages, and of Rillflow only what this file needs: changes of your own code count in the
-next run. A run that finds no warm process, or one that must not serve it (another interpreter, packages installed
-since, other settings in the environment), starts its own fork server.
+    rillflow run ──▶ early fork server: imports          handed to the `Preloaded` of the run,
+                 └─▶ reads and checks the recipe ──────▶ or ended if no run follows
 
-A request is one message: a line of JSON with the run's environment, working folder and log, and the file descriptor of
-the socket that its fork server shall serve. The answer is `{"pid"}` or `{"error"}`. A request with `arguments` is for a
-process that runs `rillflow ARGUMENTS`: it carries the descriptors of standard output and error too, the forked process
-sends its exit code through the socket, and is interrupted when the other end of the socket closes.
+The warm process imports packages of others, and of Rillflow only what this file needs: changes of your own code count
+in the next run. A run that finds no warm process, or one that must not serve it (another interpreter, packages
+installed since, other settings in the environment), starts its own fork server: the early one, while the command still
+reads its recipe. This module is imported first of all and has to stay light.
+
+A request to the warm process is one message: a line of JSON with the environment, the working folder and the log of the
+run, and the file descriptor of the socket that its fork server shall serve. The answer is `{"pid"}` or `{"error"}`. A
+request with `arguments` is for a process that runs `rillflow ARGUMENTS`: it carries the descriptors of standard output
+and error too, the forked process sends its exit code through the socket, and is interrupted when the other end of the
+socket closes.
 """
 
 from __future__ import annotations
@@ -25,12 +30,14 @@ import signal
 import site
 import socket
 import struct
+import subprocess
 import sys
 import tempfile
 import threading
 import traceback
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -38,7 +45,8 @@ import setproctitle
 
 from rillflow.errors import RunError
 from rillflow.runtime import forkserver
-from rillflow.runtime.forking import become, unsafe, write_to
+from rillflow.runtime.forkserver import ENVIRONMENT, become, unsafe, write_to
+from rillflow.runtime.process import child_environment
 
 log = logging.getLogger(__name__)
 
@@ -71,7 +79,63 @@ def packages_changed() -> dict[str, int]:
     return {folder: os.stat(folder).st_mtime_ns for folder in folders if os.path.isdir(folder)}
 
 
-# ---------------------------------------------------------------- the run's side
+# ---------------------------------------------------------------- the early fork server
+
+# The imports of all forked processes.
+SHARED_MODULES = ("torch", "transformers", "rillflow.cli.main", "rillflow.runtime.roles")
+COMMAND = (sys.executable, "-m", "rillflow.runtime.forkserver")  # no arguments: the titles of children are longer
+
+
+def available() -> bool:
+    """Return whether processes can be forked safely and watched here."""
+    return sys.platform == "linux" and hasattr(os, "pidfd_open")
+
+
+def server_environment(threads: int) -> dict[str, str]:
+    """Return the environment of a fork server. `threads` are those of libraries that roles do not set themselves."""
+    return child_environment(threads) | ENVIRONMENT
+
+
+@dataclass
+class EarlyServer:
+    """A fork server that has only been asked to import. Its taker must end it."""
+
+    process: subprocess.Popen[bytes]
+    channel: socket.socket
+    taken: bool = False
+
+    def take(self, log_path: Path) -> EarlyServer:
+        """Hand it over; from now on it writes to this log, beginning with its earlier output."""
+        self.channel.sendall(json.dumps({"log": str(log_path.absolute())}).encode() + b"\n")
+        self.taken = True
+        return self
+
+
+@contextmanager
+def early_server(*, wanted: bool, modules: Sequence[str] = SHARED_MODULES) -> Iterator[EarlyServer | None]:
+    """Start a fork server that imports now, for a run that may follow; yields None if it is not wanted, not available
+    or not faster than the warm process. It ends with the block, unless it was taken."""
+    path = socket_path()
+    if not wanted or not available() or (path is not None and path.exists()):
+        yield None
+        return
+    own, its = socket.socketpair()
+    with its, tempfile.TemporaryFile() as output:
+        process = subprocess.Popen(
+            COMMAND, stdin=its.fileno(), stdout=output, stderr=output, env=server_environment(0), start_new_session=True
+        )
+    early = EarlyServer(process, own)
+    own.sendall(json.dumps({"run": "", "modules": list(modules)}).encode() + b"\n")
+    try:
+        yield early
+    finally:
+        if not early.taken:
+            own.close()
+            process.kill()
+            process.wait()
+
+
+# ---------------------------------------------------------------- requests to the warm process
 
 
 def fork_server(channel: socket.socket, environment: Mapping[str, str], log_path: Path) -> int | None:
@@ -82,8 +146,6 @@ def fork_server(channel: socket.socket, environment: Mapping[str, str], log_path
 def run_in_fork(arguments: Sequence[str], tell: Callable[[str], None]) -> int | None:
     """Run `rillflow ARGUMENTS` in a process that the warm one forks, with this process's output and error; return its
     exit code, or None if no warm process serves this one. `tell` gets the reason if one exists but refuses."""
-    from rillflow.runtime.early import server_environment
-
     environment = server_environment(threads=0) | {PATH_ENV: ""}  # it must not ask again
     own, its = socket.socketpair()
     with own:

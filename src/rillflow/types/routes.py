@@ -14,18 +14,24 @@ from typing import Any, Generic, TypeVar
 
 from rillflow.types.balance import LedgerBalances
 from rillflow.types.base import TokenScope
-from rillflow.types.batches import (
+from rillflow.types.engine import AskTurn, EngineInfo, Engines, LookEngines, TurnReply
+from rillflow.types.leases import (
+    Ack,
     BatchReply,
     CommitBatch,
     CommitStage,
     Committed,
+    CompleteTasks,
+    FailTask,
     JoinTrainer,
     LeaseBatch,
     LeaseStage,
+    LeaseTasks,
     RenewBatch,
+    TaskLeases,
+    TasksTaken,
     TrainerJoined,
 )
-from rillflow.types.engine import AskTurn, EngineInfo, Engines, LookEngines, TurnReply
 from rillflow.types.runs import (
     Heartbeat,
     HeartbeatReply,
@@ -38,7 +44,6 @@ from rillflow.types.runs import (
     TellFetch,
     WeightsKey,
 )
-from rillflow.types.tasks import Ack, CompleteTasks, FailTask, LeaseTasks, TaskLeases, TasksTaken
 from rillflow.types.units import GetRows, LoseRows, PutRows, RowsGot, RowsPut, UnitBeat, UnitBeatReply, UnitInfo, Units
 
 Body = TypeVar("Body")

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from rillflow.types.base import Finite, Phase, TokenScope, Wire
-from rillflow.types.tasks import UserError
+from rillflow.types.leases import UserError
 
 # ---------------------------------------------------------------- rollout nodes
 

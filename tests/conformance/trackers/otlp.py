@@ -19,7 +19,7 @@ from typing import Any
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 from opentelemetry.proto.common.v1.common_pb2 import KeyValue
 
-from rillflow.observe.span_export import SpanExport
+from rillflow.observe.trackers.services import SpanExport
 
 received: list[dict[str, Any]] = []
 refuses = threading.Event()

@@ -18,7 +18,7 @@ import pytest
 
 from commands import wait_until
 from rillflow.agents.command import AgentFailed, CommandAgent, words_of
-from rillflow.config.agents import CommandConfig
+from rillflow.config.rollout import CommandConfig
 from rillflow.engine.reaper import Reaper
 from rillflow.errors import ConfigError
 from rillflow.types import Prompt
@@ -195,7 +195,7 @@ def test_the_program_dies_with_the_node(world: World, tmp_path: Path) -> None:
     note = tmp_path / "pid"
     code = (
         "import asyncio, pathlib, sys; from rillflow.agents.command import CommandAgent\n"
-        "from rillflow.config.agents import CommandConfig; sys.path.insert(0, sys.argv[1])\n"
+        "from rillflow.config.rollout import CommandConfig; sys.path.insert(0, sys.argv[1])\n"
         "from test_command import episode\n"
         "agent = CommandAgent(CommandConfig(run=sys.argv[2]), pathlib.Path(sys.argv[3]))\n"
         "asyncio.run(agent(episode()))\n"

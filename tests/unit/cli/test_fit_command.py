@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 from rillflow.cli import fit
 from rillflow.cli.main import app
-from rillflow.observe.progress import LiveLine
+from rillflow.observe.run_view import LiveLine
 from rillflow.trainer.supervised.fit import Progress
 
 runner = CliRunner()
@@ -106,7 +106,7 @@ def test_a_bad_row_is_named_by_ranks_too(tmp_path: Path) -> None:
 
 def test_the_view_says_a_line_for_every_evaluation(monkeypatch: pytest.MonkeyPatch) -> None:
     shown = io.StringIO()
-    monkeypatch.setattr("rillflow.observe.progress._PLAIN_EVERY", 1e9)
+    monkeypatch.setattr("rillflow.observe.run_view._PLAIN_EVERY", 1e9)
     looks = [{"loss": 1.0}, {"loss": 0.5}]
     with LiveLine(Console(file=shown)) as live:
         view = fit.View("mine", live)

@@ -12,7 +12,8 @@ from typer.testing import CliRunner, Result
 
 from kept_trajectories import token_path, trajectory
 from rillflow.cli.main import app
-from rillflow.storage.trajectories import FILE, KINDS, Bounds, Trajectory, TrajectoryStore
+from rillflow.storage.trajectories import Bounds, TrajectoryStore
+from rillflow.storage.trajectory_format import FILE, KINDS, Trajectory
 
 
 def forked() -> Trajectory:

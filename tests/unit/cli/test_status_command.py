@@ -16,7 +16,7 @@ from rillflow.cli.main import app
 from rillflow.cli.status import nodes_table
 from rillflow.config import load_recipe
 from rillflow.config.supervised import load_fit
-from rillflow.observe.run_report import RunReport, report_of, report_view, where_and_next
+from rillflow.observe.run_view import RunReport, report_of, report_view, where_and_next
 from rillflow.runtime.folder import RunFolder
 from rillflow.types import Ack, NodeInfo, NodeList, RetireNode, Status
 

@@ -13,8 +13,7 @@ from rillflow.cli import workers as module
 from rillflow.cli.main import app
 from rillflow.cli.workers import Seen, view
 from rillflow.config import load_recipe
-from rillflow.resources.roofline import Roofline
-from rillflow.resources.workers import Worker
+from rillflow.resources.workers import Roofline, Worker
 from rillflow.runtime.folder import RunFolder
 from rillflow.types import NodeInfo
 

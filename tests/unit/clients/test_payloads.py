@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 from units_support import TOKEN, few_units, row
 
-from rillflow.clients.columns import check_columns
 from rillflow.clients.payloads import DamagedRows, PayloadReader, split_calls, split_ranges
+from rillflow.clients.unit_directory import check_columns
 from rillflow.errors import BadRequest, CorruptData, DeadlineExceeded, StorageError, Unauthorized, WireError
 from rillflow.storage.segments import segment_path
 from rillflow.types import COLUMNS, Row, UnitInfo, Units

@@ -225,7 +225,7 @@ def test_a_local_writer_needs_a_unit(tmp_path):
 
 
 async def test_units_that_are_known_take_rows_while_nobody_tells_of_them(few, monkeypatch):
-    monkeypatch.setattr("rillflow.clients.directory.FRESH_SECONDS", 0.05)
+    monkeypatch.setattr("rillflow.clients.unit_directory.FRESH_SECONDS", 0.05)
     asked = 0
 
     async def tell():

@@ -6,8 +6,8 @@ import asyncio
 
 import pytest
 
-from rillflow.clients import weight_updates
-from rillflow.clients.weight_updates import EngineTurn, FetchWord
+from rillflow.clients import dataflow
+from rillflow.clients.dataflow import EngineTurn, FetchWord
 from rillflow.errors import DeadlineExceeded, RillflowError, Unavailable
 from rillflow.types import Ack, AskTurn, TellFetch, TurnReply
 
@@ -70,7 +70,7 @@ async def test_it_goes_ahead_when_others_are_first_for_too_long() -> None:
     book = Book()
     async with turn(book)():
         pass
-    assert book.time == weight_updates.LONGEST
+    assert book.time == dataflow.LONGEST
     assert not any(book.done)
 
 
@@ -82,7 +82,7 @@ async def test_that_it_cannot_say_that_it_is_done_hurts_nobody() -> None:
 
 
 async def test_a_long_change_keeps_its_turn(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(weight_updates, "_RENEW_TURN", 0.001)
+    monkeypatch.setattr(dataflow, "_RENEW_TURN", 0.001)
     book = Book(True, True, DeadlineExceeded("once not"), True)
     async with turn(book)(), asyncio.timeout(20):
         while len(book.asked) < 4:  # noqa: ASYNC110 - what is waited for is a count, not an event
@@ -92,7 +92,7 @@ async def test_a_long_change_keeps_its_turn(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 async def test_it_is_said_before_and_renewed_meanwhile(monkeypatch):
-    monkeypatch.setattr(weight_updates, "RENEW_FETCH", 0.01)
+    monkeypatch.setattr(dataflow, "RENEW_FETCH", 0.01)
     said: list[TellFetch] = []
     again = asyncio.Event()
 

@@ -9,10 +9,11 @@ import pytest
 from dashboard_run import make_run
 
 from kept_trajectories import token_path, trajectory
-from rillflow.dashboard.views.trajectories import Piece, Wanted, episode, table, token_trees, tokens
+from rillflow.dashboard.trajectories import Piece, Wanted, episode, table, token_trees, tokens
 from rillflow.dashboard.watched import WatchedRun
 from rillflow.errors import BadRequest, DataError
-from rillflow.storage.trajectories import FILE, KINDS, Bounds, TokenPath, TrajectoryStore
+from rillflow.storage.trajectories import Bounds, TrajectoryStore
+from rillflow.storage.trajectory_format import FILE, KINDS, TokenPath
 
 
 @pytest.fixture

@@ -13,12 +13,11 @@ from dashboard_run import STARTED, make_run, step_line, write_lines, write_spans
 
 from rillflow.config.secrets import MASK
 from rillflow.config.supervised import load_fit
+from rillflow.dashboard.charts import Window, compare, differences, metrics, overview
+from rillflow.dashboard.flow import algorithms, flow
+from rillflow.dashboard.nodes import balance, nodes, weights
 from rillflow.dashboard.readers import Lanes, Spans
-from rillflow.dashboard.views.charts import Window
-from rillflow.dashboard.views.flow import algorithms, flow
-from rillflow.dashboard.views.nodes import balance, nodes, weights
-from rillflow.dashboard.views.overview import compare, differences, metrics, overview
-from rillflow.dashboard.views.records import bars, log_files, log_lines, shares, timeline
+from rillflow.dashboard.records import bars, log_files, log_lines, shares, timeline
 from rillflow.dashboard.watched import WatchedRun, watch
 from rillflow.dataflow.ledger.database import Database
 from rillflow.errors import BadRequest, ConfigError, CorruptData, RunError

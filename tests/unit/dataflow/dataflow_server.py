@@ -15,7 +15,8 @@ from rillflow.dataflow.hooks import Hooks
 from rillflow.dataflow.hooks.filters import ZeroVariance
 from rillflow.dataflow.ledger.ledger import Ledger
 from rillflow.dataflow.service import DataflowService
-from rillflow.storage.trajectories import FILE, Bounds
+from rillflow.storage.trajectories import Bounds
+from rillflow.storage.trajectory_format import FILE
 from rillflow.types import (
     Batch,
     BatchReply,

@@ -15,7 +15,7 @@ import pytest
 from dataflow_server import Served, served
 
 from dataflow_world import POLICY
-from rillflow.agents.rewards.calling import GroupSum, Part
+from rillflow.agents.rewards.base import GroupSum, Part
 from rillflow.dataflow import group_scorer
 from rillflow.dataflow.audit import audit
 from rillflow.dataflow.units import FileUnit

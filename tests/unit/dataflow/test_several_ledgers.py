@@ -12,8 +12,7 @@ from dataflow_server import TOKEN, Served, served
 
 from dataflow_world import POLICY, RULES, changed, prompts
 from rillflow.clients.dataflow import DataflowClient
-from rillflow.clients.ledgers import connect
-from rillflow.clients.task_polls import split
+from rillflow.clients.ledgers import connect, split
 from rillflow.dataflow.audit import AuditReport, audit_all
 from rillflow.dataflow.balance import joined
 from rillflow.dataflow.balance_ledger import read_balance

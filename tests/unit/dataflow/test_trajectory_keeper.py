@@ -25,7 +25,8 @@ from rillflow.dataflow import trajectory_keeper
 from rillflow.dataflow.kept_episodes import KeptEpisode, KeptSample, chosen, marked
 from rillflow.dataflow.trajectory_keeper import of_samples
 from rillflow.dataflow.units import FileUnit
-from rillflow.storage.trajectories import FILE, KINDS, LEAST_BYTES, Bounds, Trajectories, encode_body
+from rillflow.storage.trajectories import LEAST_BYTES, Bounds, Trajectories
+from rillflow.storage.trajectory_format import FILE, KINDS, encode_body
 from rillflow.types import (
     Batch,
     CompleteTask,

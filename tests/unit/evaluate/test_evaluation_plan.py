@@ -11,8 +11,7 @@ from rillflow.cli.evaluating import Asked, plan
 from rillflow.cli.export import open_checkpoint
 from rillflow.config import Recipe, load_recipe
 from rillflow.errors import ConfigError
-from rillflow.evaluate.run import Evaluation
-from rillflow.evaluate.suites import HELDOUT, open_suites
+from rillflow.evaluate.run import HELDOUT, Evaluation, open_suites
 
 
 @pytest.fixture(autouse=True)

@@ -1,4 +1,4 @@
-"""Scores of answers, compared with brute force where that is feasible."""
+"""Scores of answers, compared with brute force where that is feasible, and the keys by which answers vote."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from rillflow.evaluate.records import Record
-from rillflow.evaluate.scores import bootstrap, majority, pass_at, score, wilson
+from rillflow.evaluate.scores import bootstrap, majority, pass_at, score, vote, wilson
 
 
 def record(question: str, sample: int, reward: float | None, vote: str | None = None, **more: object) -> Record:
@@ -82,3 +82,35 @@ def test_the_interval_is_over_questions_not_over_samples() -> None:
     one = score([record(str(n), 0, float(n % 2)) for n in range(20)], seed=0)
     four = score([record(str(n), s, float(n % 2)) for n in range(20) for s in range(4)], seed=0)
     assert one.average == four.average
+
+
+@pytest.mark.parametrize(
+    ("answer", "key"),
+    [
+        ("So it is \\boxed{1,234.0}.", "1234"),
+        ("first \\boxed{3}, then \\boxed{\\frac{1}{2}}", "\\frac{1}{2}"),
+        ("\\boxed{ \\left( 3, 4 \\right) }", "(3,4)"),
+        ("16 - 7 = 9\n#### 9 eggs", "9"),
+        ("He has 3 and she has 12.50 dollars.", "12.5"),
+        ("\\boxed{never closed and 5", "5"),
+        ("\\boxed{1e1000000}", "1e1000000"),
+        ("\\boxed{1e999999}", "1e999999"),
+        ("\\boxed{-2e-999999}", "-2e-999999"),
+        ("\\boxed{1e99999999999999999999}", "1e99999999999999999999"),
+        ("\\boxed{1.5e3}", "1500"),
+        ("\\boxed{NaN}", "NaN"),
+        ("no number", None),
+        ("", None),
+        (None, None),
+    ],
+)
+def test_of_a_solution_the_result_votes(answer: str | None, key: str | None) -> None:
+    assert vote("math", answer) == key
+
+
+def test_of_a_text_what_is_in_the_tags_votes_without_articles_and_case() -> None:
+    assert vote("text", "I think <answer>The Eiffel Tower!</answer>") == vote("text", "eiffel tower")
+
+
+def test_programs_do_not_vote() -> None:
+    assert vote("code", "def f(): pass") is None

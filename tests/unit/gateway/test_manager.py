@@ -11,7 +11,7 @@ import pytest
 
 from counting_engine import CountingEngine, expected, request, until
 from rillflow.config import PolicyConfig
-from rillflow.config.agents import PauseConfig
+from rillflow.config.rollout import PauseConfig
 from rillflow.engine.build import build_engine
 from rillflow.engine.host import EngineHost
 from rillflow.errors import BadRequest, EngineLost

@@ -17,10 +17,10 @@ from rillflow.config import load_recipe
 from rillflow.dataflow.ledger_facts import EpisodeFacts, LedgerFacts, NodeFacts, SampleFacts
 from rillflow.observe.advisories import FactReader, Facts, advise
 from rillflow.observe.advisories.advisory import LARGEST, THRESHOLDS, AnswerFacts, Evaluation, Refusal, Step
-from rillflow.observe.advisories.answers import Answer, summed_up
-from rillflow.observe.advisories.fact_reader import StepReader
+from rillflow.observe.advisories.fact_reader import Answer, StepReader, summed_up
 from rillflow.runtime.folder import RunFolder
-from rillflow.storage.trajectories import FILE, KINDS, Bounds, Trajectory, TrajectoryInfo, TrajectoryStore
+from rillflow.storage.trajectories import Bounds, TrajectoryStore
+from rillflow.storage.trajectory_format import FILE, KINDS, Trajectory, TrajectoryInfo
 from rillflow.types import UserError
 from soak import repetitions
 

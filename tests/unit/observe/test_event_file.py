@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from rillflow.observe.trackers.tensorboard import EventFile, _crc32c, _varint
+from rillflow.observe.trackers.services import EventFile, _crc32c, _varint
 
 
 def records(path: Path) -> list[bytes]:

@@ -9,9 +9,8 @@ import msgspec
 import pytest
 from rich.console import Console
 
-from rillflow.observe.metrics import MetricsReader, plot_reward, read_metrics, running_mean
-from rillflow.observe.progress import Progress, sparkline
-from rillflow.observe.summary import summarise, summary_table
+from rillflow.observe.metrics import MetricsReader, plot_reward, read_metrics, running_mean, summarise, summary_table
+from rillflow.observe.run_view import Progress, sparkline
 from rillflow.storage.startup import Starting
 from rillflow.types import Evaluation, PolicyStatus, Status, UserError
 

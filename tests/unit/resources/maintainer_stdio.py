@@ -8,7 +8,7 @@ from pathlib import Path
 
 from maintainer_world import World, info
 
-from rillflow.config.resources import ScalingConfig
+from rillflow.config.runs import ScalingConfig
 from rillflow.resources.mcp import serve_stdio
 
 if __name__ == "__main__":

@@ -6,11 +6,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from rillflow.config.resources import ScalingConfig
+from rillflow.config.runs import ScalingConfig
 from rillflow.dataflow.balance import decide
 from rillflow.errors import RunError
 from rillflow.resources.maintainer.loop import Maintainer
-from rillflow.resources.maintainer.state import Book, Line
+from rillflow.resources.maintainer.pool import Book, Line
 from rillflow.types import NodeInfo
 from rillflow.types.balance import Balance, Decision, NodeReport, Production, Report, Window
 

@@ -9,10 +9,10 @@ import msgspec
 import pytest
 from maintainer_world import Killed, World, info
 
-from rillflow.config.resources import ScalingConfig
+from rillflow.config.runs import ScalingConfig
 from rillflow.errors import CorruptData
 from rillflow.resources.maintainer.loop import Maintainer
-from rillflow.resources.maintainer.state import Book, Line
+from rillflow.resources.maintainer.pool import Book, Line
 
 SCALING = ScalingConfig(least=1, most=4, cooldown=20.0, drain=10.0)
 

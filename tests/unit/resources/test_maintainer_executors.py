@@ -16,10 +16,9 @@ import psutil
 import pytest
 import yaml
 
-from rillflow.config.resources import ScalingConfig
+from rillflow.config.runs import ScalingConfig
 from rillflow.errors import RunError
-from rillflow.resources.executors.command import CommandExecutor, filled
-from rillflow.resources.executors.local import Kept, KeptNodes, LocalExecutor
+from rillflow.resources.executors import CommandExecutor, Kept, KeptNodes, LocalExecutor, filled
 
 NOBODY = "http://127.0.0.1:9"  # no service answers here; a node waits for one longer than a test takes
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from maintainer_world import SetClock, World, info
 
-from rillflow.config.resources import ScalingConfig
+from rillflow.config.runs import ScalingConfig
 from rillflow.errors import DeadlineExceeded, DiskFull, RunError
 from rillflow.resources.maintainer.loop import PATIENCE, Maintainer
 from rillflow.types.balance import Balance

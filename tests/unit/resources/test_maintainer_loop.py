@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from maintainer_world import World, info
 
-from rillflow.config.resources import ScalingConfig
+from rillflow.config.runs import ScalingConfig
 from rillflow.resources.maintainer.upkeep import MOST_FAILURES
 
 

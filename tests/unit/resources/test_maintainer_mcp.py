@@ -15,7 +15,7 @@ from maintainer_world import World, info
 from mcp import Client, StdioServerParameters
 from mcp.client.streamable_http import streamable_http_client
 
-from rillflow.config.resources import ScalingConfig
+from rillflow.config.runs import ScalingConfig
 from rillflow.resources.maintainer.loop import Maintainer
 from rillflow.resources.mcp import serve_http
 

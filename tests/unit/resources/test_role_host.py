@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from rillflow.errors import RunError
-from rillflow.resources.ray_host import CHUNK, RoleHost, own_folder
+from rillflow.resources.ray_cluster import CHUNK, RoleHost, own_folder
 
 
 class ScriptHost(RoleHost):

@@ -10,8 +10,16 @@ from hypothesis import strategies as st
 
 from rillflow.config import load_recipe
 from rillflow.errors import RunError
-from rillflow.resources.roofline import DECODE_INTENSITY, Roofline, measure, measure_apart
-from rillflow.resources.workers import initial_workers, measured, remeasured, with_rooflines
+from rillflow.resources.workers import (
+    DECODE_INTENSITY,
+    Roofline,
+    initial_workers,
+    measure,
+    measure_apart,
+    measured,
+    remeasured,
+    with_rooflines,
+)
 
 NUMBERS = st.floats(0.01, 1e5)
 ABOVE = st.floats(1.01, 100.0)

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, rule
 
 from rillflow.config import load_recipe
-from rillflow.config.resources import Tag
+from rillflow.config.runs import Tag
 from rillflow.errors import ConfigError, RunError
 from rillflow.resources.placement import Pool, parse_tags, retagged
 from rillflow.resources.workers import Worker, initial_workers

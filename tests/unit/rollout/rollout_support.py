@@ -12,8 +12,8 @@ from typing import Any
 import openai
 
 from rillflow.clients.units import UnitWriter
-from rillflow.config.agents import GatewayConfig, RolloutConfig
 from rillflow.config.policy import SamplingConfig
+from rillflow.config.rollout import GatewayConfig, RolloutConfig
 from rillflow.contracts import SystemClock, TokenSource
 from rillflow.dataflow.units import FileUnit
 from rillflow.gateway import Gateway, Policy, Renderer

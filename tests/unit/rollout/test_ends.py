@@ -14,7 +14,7 @@ from rollout_support import Says, World, call, until
 
 from rillflow.agents.command import CommandAgent
 from rillflow.agents.outside import Feed
-from rillflow.config.agents import CommandConfig
+from rillflow.config.rollout import CommandConfig
 from rillflow.contracts import Episode
 from rillflow.errors import EngineError
 from rillflow.rollout.players import CommandPlayer, Player

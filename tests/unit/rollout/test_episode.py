@@ -10,7 +10,7 @@ import numpy as np
 import openai
 import pytest
 
-from rillflow.agents.rewards.calling import Given
+from rillflow.agents.rewards.base import Given
 from rillflow.config.tracebacks import UserErrors
 from rillflow.contracts import Episode, SystemClock
 from rillflow.errors import WorkflowError

@@ -12,7 +12,7 @@ from rillflow.contracts import Episode, SystemClock
 from rillflow.rollout import push
 from rillflow.rollout.episode import EpisodeFailed
 from rillflow.rollout.push import FailureSender
-from rillflow.storage.trajectories import Trajectory, TrajectoryInfo, decode_body
+from rillflow.storage.trajectory_format import Trajectory, TrajectoryInfo, decode_body
 
 UNNAMED = TrajectoryInfo(id="x", time=0.0, lane="train", status="failed", kept="failure")
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from rollout_support import World
 
-from rillflow.agents.rewards.calling import Sum
+from rillflow.agents.rewards.base import Sum
 from rillflow.contracts import Episode
 from rillflow.rollout.rewards import RewardRules
 

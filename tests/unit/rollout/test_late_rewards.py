@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from rollout_support import TOKEN, World, call, until
 
-from rillflow.config.agents import GatewayConfig
+from rillflow.config.rollout import GatewayConfig
 from rillflow.contracts import Episode, SystemClock
 from rillflow.rollout import rewards as module
 from rillflow.rollout.rewards import RewardRules

@@ -11,7 +11,7 @@ import openai
 import pytest
 from rollout_support import Dataflow, NoEngines, World, call, until
 
-from rillflow.config.agents import RolloutConfig
+from rillflow.config.rollout import RolloutConfig
 from rillflow.contracts import Episode
 from rillflow.errors import BadRequest, DeadlineExceeded, DiskFull, RillflowError, Unauthorized, Unavailable
 from rillflow.rollout import node as module

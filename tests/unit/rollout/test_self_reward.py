@@ -15,7 +15,7 @@ from rollout_support import TOKEN, World, call, until
 
 from rillflow.agents.command import CommandAgent
 from rillflow.agents.outside import Feed
-from rillflow.config.agents import CommandConfig
+from rillflow.config.rollout import CommandConfig
 from rillflow.rollout.players import CommandPlayer
 
 GREEDY = """

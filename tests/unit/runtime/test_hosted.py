@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from rillflow.config.resources import ResourcesConfig
+from rillflow.config.runs import ResourcesConfig
 from rillflow.errors import RunError, WeightsError
 from rillflow.rollout.handover import Handover
 from rillflow.runtime import hosted

@@ -16,10 +16,10 @@ import psutil
 import pytest
 
 from rillflow.runtime import preloaded as module
-from rillflow.runtime.early import early_server
 from rillflow.runtime.preloaded import Forked, Preloaded
 from rillflow.runtime.process import PARENT_ENV
 from rillflow.runtime.supervisor import ProcessSpec, Supervisor
+from rillflow.runtime.warm import early_server
 
 pytestmark = pytest.mark.needs("fork")
 

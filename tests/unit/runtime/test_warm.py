@@ -20,8 +20,8 @@ import pytest
 from commands import wait_until
 from rillflow.errors import RunError
 from rillflow.runtime import warm
-from rillflow.runtime.early import server_environment
 from rillflow.runtime.preloaded import Preloaded
+from rillflow.runtime.warm import server_environment
 
 pytestmark = pytest.mark.needs("fork")
 

@@ -21,18 +21,8 @@ from hypothesis import strategies as st
 import rillflow
 from kept_trajectories import token_path, trajectory
 from rillflow.errors import CorruptData, DataError, DiskFull
-from rillflow.storage.trajectories import (
-    FILE,
-    KINDS,
-    LEAST_BYTES,
-    Bounds,
-    Trajectory,
-    TrajectoryStore,
-    decode_body,
-    described,
-    encode_body,
-)
-from rillflow.storage.trajectories.store import to_remove
+from rillflow.storage.trajectories import LEAST_BYTES, Bounds, TrajectoryStore, to_remove
+from rillflow.storage.trajectory_format import FILE, KINDS, Trajectory, decode_body, described, encode_body
 from small_disk import mount, small_disk
 
 WIDE = Bounds(bytes=64 << 20, most=dict.fromkeys(KINDS, 20_000))

@@ -26,19 +26,18 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from rillflow.agents.agentflow.models import ROLE, Decision, new_client, parse, prm_row, without_results
 from rillflow.agents.agentflow.options import Endpoint
-from rillflow.agents.agentflow.planner import ROLE, Decision, parse, prm_row, without_results
-from rillflow.agents.agentflow.verifier import new_client
 from rillflow.agents.rewards.judge import ask_score
-from rillflow.clients.columns import dtypes_of
-from rillflow.clients.directory import UNIT_ID_FILE
+from rillflow.clients.unit_directory import UNIT_ID_FILE, dtypes_of
 from rillflow.config import Recipe
 from rillflow.dataflow.main import LEDGER
 from rillflow.dataflow.sources import open_sources
 from rillflow.errors import CorruptData, DataError, RewardError
 from rillflow.storage import SegmentReader
 from rillflow.storage.records import Place
-from rillflow.storage.trajectories import FILE, Trajectories, conversation
+from rillflow.storage.trajectories import Trajectories
+from rillflow.storage.trajectory_format import FILE, conversation
 from rillflow.types.runs import folder_of
 
 if TYPE_CHECKING:

@@ -14,9 +14,8 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from rillflow.agents.environments.pooled import Pooled
+from rillflow.agents.environments.bases import Pooled, rows
 from rillflow.agents.environments.splits import check_split
-from rillflow.agents.environments.world import rows
 from rillflow.errors import ConfigError
 
 FOLDERS = {"train": "train", "heldout": "valid_unseen"}

@@ -17,8 +17,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+from rillflow.agents.environments.bases import Turn, World, rows, world_random
 from rillflow.agents.environments.splits import check_split, held_out
-from rillflow.agents.environments.world import Turn, World, rows, world_random
 
 
 class Scene(NamedTuple):

@@ -14,8 +14,8 @@ from collections.abc import Iterator, Mapping
 from functools import cache
 from typing import Any
 
+from rillflow.agents.environments.bases import Turn, World, rows
 from rillflow.agents.environments.splits import check_split
-from rillflow.agents.environments.world import Turn, World, rows
 from rillflow.config import SourceConfig
 from rillflow.dataflow.sources import open_source
 from rillflow.errors import ConfigError

@@ -14,9 +14,8 @@ from functools import cache
 from itertools import groupby
 from typing import Any
 
-from rillflow.agents.environments.pooled import Pooled, ask_library, start_java
+from rillflow.agents.environments.bases import Pooled, ask_library, rows, start_java
 from rillflow.agents.environments.splits import check_split
-from rillflow.agents.environments.world import rows
 from rillflow.errors import ConfigError
 
 _UNKNOWN = ("No known action matches that input", "Unknown action", "Ambiguous request")

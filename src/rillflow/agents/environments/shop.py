@@ -21,8 +21,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from rillflow.agents.environments.bases import Turn, World, rows, world_random
 from rillflow.agents.environments.splits import check_split, held_out
-from rillflow.agents.environments.world import Turn, World, rows, world_random
 
 _WORD = re.compile(r"[a-z0-9]+")
 _FOUND = 50  # most products of a search

@@ -1,4 +1,4 @@
-"""A customer service desk like tau-bench's: tools, a database, rules, and a customer with a wish.
+"""A customer service desk like that of tau-bench: tools, a database, rules, and a customer with a wish.
 
 An action is a tool call, written as JSON `{"name": …, "arguments": {…}}`, or text for the customer. The reward is 1 if
 the database is right when the customer leaves, and the agent has said the facts that it asked for; else 0.
@@ -6,7 +6,7 @@ the database is right when the customer leaves, and the agent has said the facts
 With `user: script` the customer is part of the environment. With `user: role` the workflow `tau` plays the customer:
 the observation of a text then has `info["awaits_customer"]`, and `leave` ends the episode.
 
-A wish is made from a database: `changes` are the tool calls that lead to the wanted database, `told` lists the facts
+A wish is made from a database. `changes` are the tool calls that lead to the wanted database; `told` lists the facts
 that the customer asks for. A scripted customer recognises questions by keywords. It gives its name, agrees when asked,
 and leaves when it is served, or after it had to repeat its wish too often.
 
@@ -26,8 +26,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
 from rillflow.agents.environments import tau_retail as retail
+from rillflow.agents.environments.bases import Turn, World, rows, world_random
 from rillflow.agents.environments.splits import check_split
-from rillflow.agents.environments.world import Turn, World, rows, world_random
 from rillflow.errors import ConfigError
 from rillflow.types import Observation
 

@@ -15,9 +15,8 @@ from typing import Any
 
 import msgspec
 
-from rillflow.agents.environments.pooled import Pooled, start_java
+from rillflow.agents.environments.bases import Pooled, rows, start_java
 from rillflow.agents.environments.splits import check_split
-from rillflow.agents.environments.world import rows
 from rillflow.errors import ConfigError
 
 GAMES = ("cookingworld", "coin", "twc", "mapreader", "arithmetic", "sorting", "simonsays", "peckingorder")

@@ -15,9 +15,9 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+from rillflow.agents.environments.bases import rows
 from rillflow.agents.environments.shop import Goal, Index, Product, Shop
 from rillflow.agents.environments.splits import check_split
-from rillflow.agents.environments.world import rows
 from rillflow.errors import ConfigError
 
 HELD_OUT = 500

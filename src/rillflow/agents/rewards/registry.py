@@ -12,11 +12,19 @@ from functools import partial
 from typing import Any
 
 from rillflow.agents.options import read_options
-from rillflow.agents.rewards.answer_text import F1, ExactMatch, Format, Length
-from rillflow.agents.rewards.base import ShippedReward
-from rillflow.agents.rewards.calling import GROUP, NAMES, OF_GROUPS, GroupSum, Part, Sum, is_of_groups, parameters_of
+from rillflow.agents.rewards.answer_text import F1, ExactMatch, Format, Length, Math, ReasoningGym
+from rillflow.agents.rewards.base import (
+    GROUP,
+    NAMES,
+    OF_GROUPS,
+    GroupSum,
+    Part,
+    ShippedReward,
+    Sum,
+    is_of_groups,
+    parameters_of,
+)
 from rillflow.agents.rewards.code import Code
-from rillflow.agents.rewards.graded import Math, ReasoningGym
 from rillflow.agents.rewards.judge import Judge
 from rillflow.config import RewardConfig, resolve_object
 from rillflow.errors import ConfigError, did_you_mean

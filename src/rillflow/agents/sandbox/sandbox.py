@@ -17,8 +17,7 @@ from collections.abc import Coroutine, Mapping
 from typing import Any, Literal, NamedTuple, Self, TypeVar
 
 from rillflow.agents.sandbox.interface import Asserts, Result, SandboxConfig, Tests, Verdict
-from rillflow.agents.sandbox.pool import Pool
-from rillflow.agents.sandbox.running import grade, run_program
+from rillflow.agents.sandbox.running import Pool, grade, run_program
 from rillflow.errors import SandboxError
 
 _T = TypeVar("_T")

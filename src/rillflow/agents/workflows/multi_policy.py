@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import Field
 
-from rillflow.agents.rewards.calling import OF_ANSWERS, Given, call
+from rillflow.agents.rewards.base import OF_ANSWERS, Given, call
 from rillflow.agents.rewards.registry import load_reward
 from rillflow.config import RewardConfig
 from rillflow.config.base import Section

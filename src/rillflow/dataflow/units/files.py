@@ -15,8 +15,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rillflow.clients.columns import check_rows, dtypes_of
-from rillflow.clients.directory import GET_LIMIT, UNIT_ID_FILE
+from rillflow.clients.unit_directory import GET_LIMIT, UNIT_ID_FILE, check_rows, dtypes_of
 from rillflow.clients.units import LocalWriter
 from rillflow.errors import BadRequest, CorruptData
 from rillflow.storage import SegmentReader, disk_errors, write_atomic

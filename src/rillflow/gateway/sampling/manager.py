@@ -24,7 +24,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from rillflow.config.agents import PauseConfig
+from rillflow.config.rollout import PauseConfig
 from rillflow.contracts import Clock, SystemClock
 from rillflow.engine.remote import RemoteEngine
 from rillflow.errors import BadRequest, RillflowError

@@ -12,7 +12,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 
-from rillflow.clients.weight_updates import Ask, Tell
+from rillflow.clients.dataflow import Ask, Tell
 from rillflow.config import Recipe
 from rillflow.contracts import Clock, WeightStore
 from rillflow.engine.build import build_engine, follow

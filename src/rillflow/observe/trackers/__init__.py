@@ -4,8 +4,7 @@ Invariants: no tracker can stall or end a run; a line reaches a tracker once (tw
 sending and noting it); what could not be sent stays in `metrics.jsonl`, is counted, and is sent by `rillflow resume`.
 """
 
-from rillflow.observe.follower import Outcome
-from rillflow.observe.trackers.feed import Tracked, Tracker
+from rillflow.observe.trackers.feed import Outcome, Tracked, Tracker
 from rillflow.observe.trackers.registry import Trackers, check_trackers
 
 __all__ = ["Outcome", "Tracked", "Tracker", "Trackers", "check_trackers"]

@@ -7,7 +7,7 @@ import os
 import sys
 from typing import get_args
 
-from rillflow.observe.follower import Outcome
+from rillflow.observe.trackers.feed import Outcome
 from rillflow.observe.trackers.registry import CLOSING, feed_of
 from rillflow.runtime.folder import RunFolder
 

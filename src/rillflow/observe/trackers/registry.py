@@ -25,15 +25,12 @@ from typing import Any
 
 from rillflow.config import Recipe
 from rillflow.config.load import FIT, parse
-from rillflow.config.observe import JsonlConfig, OpenTelemetryConfig, TrackersConfig
+from rillflow.config.runs import JsonlConfig, OpenTelemetryConfig, TrackersConfig
 from rillflow.config.secrets import masked
 from rillflow.config.supervised import FitRecipe, read_resolved_fit
 from rillflow.errors import ConfigError
-from rillflow.observe.follower import Follower, Outcome
-from rillflow.observe.span_export import SpanExport
-from rillflow.observe.trackers.feed import Feed, JsonLines, Tracked, Tracker, unsent_lines
-from rillflow.observe.trackers.services import Mlflow, Wandb
-from rillflow.observe.trackers.tensorboard import TensorBoard
+from rillflow.observe.trackers.feed import Feed, Follower, JsonLines, Outcome, Tracked, Tracker, unsent_lines
+from rillflow.observe.trackers.services import Mlflow, SpanExport, TensorBoard, Wandb
 from rillflow.runtime.folder import RunFolder
 
 CLOSING = 30.0  # seconds that all trackers together have for the rest at the end of a run

@@ -13,13 +13,18 @@ import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from rillflow.config.resources import ScalingConfig
+from rillflow.config.runs import ScalingConfig
 from rillflow.contracts import Clock, Executor, SystemClock
 from rillflow.errors import RillflowError, RunError, StorageError
 from rillflow.resources.maintainer.pool import (
     REMEMBERED,
+    Action,
+    Asked,
+    Book,
     Busy,
+    Line,
     Member,
+    State,
     Wish,
     keep_rates,
     nodes_for,
@@ -28,7 +33,6 @@ from rillflow.resources.maintainer.pool import (
     victims,
     wish,
 )
-from rillflow.resources.maintainer.state import Action, Asked, Book, Line, State
 from rillflow.resources.maintainer.upkeep import MARGIN, MOST_FAILURES, Look, NoWorkers, Run, Upkeep, Workers
 from rillflow.types.balance import Balance, Report
 

@@ -14,12 +14,11 @@ from typing import Protocol
 import msgspec
 
 from rillflow.clients.dataflow import DataflowClient
-from rillflow.config.resources import ScalingConfig, Tag
+from rillflow.config.runs import ScalingConfig, Tag
 from rillflow.contracts import Clock, Executor
 from rillflow.dataflow.balance import joined
 from rillflow.errors import BadRequest, RunError, WireError
-from rillflow.resources.maintainer.pool import Member, members, size
-from rillflow.resources.maintainer.state import Action, Asked, Book, Line, Own, State
+from rillflow.resources.maintainer.pool import Action, Asked, Book, Line, Member, Own, State, members, size
 from rillflow.resources.placement import node_of
 from rillflow.resources.workers import Worker, WorkersFile
 from rillflow.types import NodeInfo, RetireNode

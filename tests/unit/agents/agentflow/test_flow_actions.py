@@ -7,8 +7,8 @@ import json
 import jsonschema
 import pytest
 
+from rillflow.agents.agentflow.models import Decision, parse, schema
 from rillflow.agents.agentflow.options import PROMPTS, asked
-from rillflow.agents.agentflow.planner import Decision, parse, schema
 from rillflow.agents.options import fill_template
 
 ACTIONS = ["think", "search", "answer"]

@@ -11,10 +11,11 @@ from typing import Any
 
 from kept_trajectories import trajectory
 from rillflow.agents.agentflow.labels import collect
-from rillflow.agents.agentflow.planner import ANSWER, ROLE, Decision
-from rillflow.config.data import SourceConfig
+from rillflow.agents.agentflow.models import ANSWER, ROLE, Decision
+from rillflow.config.rollout import SourceConfig
 from rillflow.dataflow.ledger.schema import TABLES
-from rillflow.storage.trajectories import FILE, KINDS, Bounds, Trajectory, TrajectoryStore
+from rillflow.storage.trajectories import Bounds, TrajectoryStore
+from rillflow.storage.trajectory_format import FILE, KINDS, Trajectory
 
 DECISION = Decision(thought="I know.", action=ANSWER, action_input="42").written()
 

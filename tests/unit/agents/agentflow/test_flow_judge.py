@@ -12,8 +12,8 @@ from typing import ClassVar
 import pytest
 
 from rillflow.agents.agentflow.labels import Played, Visited, by_judge
+from rillflow.agents.agentflow.models import Decision
 from rillflow.agents.agentflow.options import Endpoint
-from rillflow.agents.agentflow.planner import Decision
 
 LOOK, ANSWER = Decision("a", "search", "pens"), Decision("b", "answer", "12")
 EPISODES = [

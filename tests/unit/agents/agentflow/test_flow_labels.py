@@ -14,7 +14,7 @@ from rillflow.agents.agentflow.labels import (
     rows_of,
     split,
 )
-from rillflow.agents.agentflow.planner import Decision
+from rillflow.agents.agentflow.models import Decision
 from rillflow.agents.rewards.judge import read_score
 
 LOOK, LOOK_ELSEWHERE = Decision("a", "search", "red pens"), Decision("a", "search", "blue pens")

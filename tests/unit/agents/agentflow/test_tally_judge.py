@@ -8,8 +8,8 @@ import pytest
 
 from bench.agentflow_judge import MODEL, RIGHT, USELESS, WRONG, rate, serving
 from rillflow.agents.agentflow.labels import Played, Visited, by_judge, judge_prompt
+from rillflow.agents.agentflow.models import Decision
 from rillflow.agents.agentflow.options import Endpoint
-from rillflow.agents.agentflow.planner import Decision
 
 QUESTION = "How many pens are in the red box and the blue box?"
 BEGUN = f"{QUESTION}\nnothing\n6 more"

@@ -14,8 +14,8 @@ from typing import Any
 import psutil
 import pytest
 
-from rillflow.agents.environments import pooled
-from rillflow.agents.environments.pooled import Pooled, ask_library, game_pool
+from rillflow.agents.environments import bases
+from rillflow.agents.environments.bases import Pooled, ask_library, game_pool
 from rillflow.agents.processes import close_pools
 from rillflow.errors import EnvironmentLost
 
@@ -155,7 +155,7 @@ async def test_a_process_that_nobody_plays_in_is_ended() -> None:
 
 
 async def test_an_episode_that_gets_no_game_says_what_to_raise(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pooled, "WAIT_SECONDS", 0.01)
+    monkeypatch.setattr(bases, "WAIT_SECONDS", 0.01)
     first = environment(games=1)
     await first.reset({}, 0)
     with pytest.raises(EnvironmentLost, match="1 processes play 1 games each") as error:
@@ -175,7 +175,7 @@ async def test_a_process_that_cannot_start_says_why() -> None:
 
 def test_processes_do_not_outlive_who_started_them() -> None:
     code = (
-        "import asyncio, os\nfrom rillflow.agents.environments.pooled import Pooled\n"
+        "import asyncio, os\nfrom rillflow.agents.environments.bases import Pooled\n"
         f"e = Pooled({KIND!r}, workers=1, games=1, timeout=60, options={{}})\n"
         "print(asyncio.run(e.reset({}, 0)).info['pid'], flush=True)\nos.kill(os.getpid(), 9)\n"
     )

@@ -14,7 +14,7 @@ import psutil
 import pytest
 
 from rillflow.agents.processes import Pool
-from rillflow.agents.rewards import graded
+from rillflow.agents.rewards import answer_text
 from rillflow.errors import RewardError
 
 HANGS: dict[str, Any] = {"pattern": "(a+)+b", "text": "a" * 60}
@@ -23,50 +23,50 @@ FITS: dict[str, Any] = {"pattern": "a+", "text": "aaa"}
 
 @pytest.fixture
 def pool(monkeypatch: pytest.MonkeyPatch) -> Iterator[Pool]:
-    """The pool that `graded.grade` uses, with a single process."""
-    made = graded.new_pool(1)
-    monkeypatch.setattr(graded, "shared_pool", lambda: made)
+    """The pool that `answer_text.grade` uses, with a single process."""
+    made = answer_text.new_pool(1)
+    monkeypatch.setattr(answer_text, "shared_pool", lambda: made)
     yield made
     made.close()
 
 
 async def test_a_grader_that_hangs_is_killed_and_the_next_one_grades(pool: Pool) -> None:
-    await graded.prepare("pattern")
+    await answer_text.prepare("pattern")
     (hung,) = pool.workers
     with pytest.raises(RewardError, match=r"longer than 0\.5 s"):
-        await graded.grade("pattern", 0.5, **HANGS)
+        await answer_text.grade("pattern", 0.5, **HANGS)
     assert not psutil.pid_exists(hung.pid)
-    assert await graded.grade("pattern", 30.0, **FITS) == 1.0
+    assert await answer_text.grade("pattern", 30.0, **FITS) == 1.0
 
 
 async def test_a_grader_that_was_killed_is_replaced_and_asked_again(pool: Pool) -> None:
-    assert await graded.grade("pattern", 30.0, **FITS) == 1.0
+    assert await answer_text.grade("pattern", 30.0, **FITS) == 1.0
     (killed,) = pool.workers
     os.kill(killed.pid, signal.SIGKILL)
-    assert await graded.grade("pattern", 30.0, **FITS) == 1.0
+    assert await answer_text.grade("pattern", 30.0, **FITS) == 1.0
     assert [worker.pid for worker in pool.workers] != [killed.pid]
 
 
 async def test_an_exception_of_a_grader_is_no_grade(pool: Pool) -> None:
     with pytest.raises(RewardError, match="unterminated subpattern"):
-        await graded.grade("pattern", 30.0, pattern="(", text="")
+        await answer_text.grade("pattern", 30.0, pattern="(", text="")
     (worker,) = pool.workers
     with pytest.raises(RewardError, match="KeyError"):
-        await graded.grade("nothing", 30.0)
-    assert await graded.grade("pattern", 30.0, **FITS) == 1.0
+        await answer_text.grade("nothing", 30.0)
+    assert await answer_text.grade("pattern", 30.0, **FITS) == 1.0
     assert pool.workers == [worker], "by the same process"
 
 
 async def test_numbers_of_any_size_reach_a_grader(pool: Pool) -> None:
     with pytest.raises(RewardError, match="unexpected keyword argument 'large'"):
-        await graded.grade("pattern", 30.0, **FITS, large=1 << 80)
+        await answer_text.grade("pattern", 30.0, **FITS, large=1 << 80)
 
 
 async def test_there_are_no_more_graders_than_the_pool_may_have(monkeypatch: pytest.MonkeyPatch) -> None:
-    pool = graded.new_pool(2)
-    monkeypatch.setattr(graded, "shared_pool", lambda: pool)
+    pool = answer_text.new_pool(2)
+    monkeypatch.setattr(answer_text, "shared_pool", lambda: pool)
     try:
-        assert await asyncio.gather(*(graded.grade("pattern", 30.0, **FITS) for _ in range(6))) == [1.0] * 6
+        assert await asyncio.gather(*(answer_text.grade("pattern", 30.0, **FITS) for _ in range(6))) == [1.0] * 6
         assert len(pool.workers) <= 2
         left = [worker.pid for worker in pool.workers]
     finally:
@@ -76,7 +76,7 @@ async def test_there_are_no_more_graders_than_the_pool_may_have(monkeypatch: pyt
 
 async def test_a_cancelled_grading_asks_no_grader(pool: Pool) -> None:
     seat = await pool.take(60)
-    waiting = asyncio.create_task(graded.grade("pattern", 30.0, **FITS))
+    waiting = asyncio.create_task(answer_text.grade("pattern", 30.0, **FITS))
     await asyncio.sleep(0)
     waiting.cancel()
     with pytest.raises(asyncio.CancelledError):
@@ -90,12 +90,12 @@ def test_graders_end_with_the_process_that_asked_them() -> None:
     """Even if it is killed, and even a grader that is busy."""
     program = """
 import asyncio, sys
-from rillflow.agents.rewards import graded
-pool = graded.new_pool(2)
-graded.shared_pool = lambda: pool
+from rillflow.agents.rewards import answer_text
+pool = answer_text.new_pool(2)
+answer_text.shared_pool = lambda: pool
 async def main():
-    await graded.prepare("pattern")
-    hangs = asyncio.create_task(graded.grade("pattern", 2.0, pattern="(a+)+b", text="a" * 60))
+    await answer_text.prepare("pattern")
+    hangs = asyncio.create_task(answer_text.grade("pattern", 2.0, pattern="(a+)+b", text="a" * 60))
     await asyncio.sleep(0.2)
     print(*(worker.pid for worker in pool.workers), flush=True)
     await asyncio.sleep(600)

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from rillflow.agents.rewards.calling import OF_ANSWERS, Given, GroupSum, Part, call
+from rillflow.agents.rewards.base import OF_ANSWERS, Given, GroupSum, Part, call
 from rillflow.agents.rewards.registry import load_group_reward, load_reward
 from rillflow.config import RewardConfig
 from rillflow.errors import ConfigError, RewardError

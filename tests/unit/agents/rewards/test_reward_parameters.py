@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from rillflow.agents.rewards.calling import (
+from rillflow.agents.rewards.base import (
     OF_ANSWERS,
     OF_GROUPS,
     Given,

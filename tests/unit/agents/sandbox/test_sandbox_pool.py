@@ -17,7 +17,7 @@ import pytest
 from rillflow.agents.sandbox import Asserts, Case, Cases, Pairs, Result, Sandbox, SandboxConfig, close_shared, shared
 from rillflow.agents.sandbox import running as grading
 from rillflow.agents.sandbox.box import Box, Cell
-from rillflow.agents.sandbox.pool import Pool
+from rillflow.agents.sandbox.running import Pool
 from rillflow.errors import SandboxError
 
 _PATIENCE = 60.0

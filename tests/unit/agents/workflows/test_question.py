@@ -1,4 +1,4 @@
-"""Lessons and the workflow that they are for; and the bench's own rule beside reasoning-gym's."""
+"""Workflows of one question: prompts and demonstrations, the rule of the bench, and the best of n."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ import pytest
 
 from bench.agents_gpu_reward import reward
 from rillflow.agents.rewards.registry import make_reward
-from rillflow.agents.workflows.question import demonstrations, prompts
+from rillflow.agents.workflows.question import demonstrations, play_best_of, prompts
+from team_play import in_turn, play_team
 
 
 def test_lessons_are_questions_with_right_answers_and_splits_share_none(tmp_path: Path) -> None:
@@ -37,3 +38,23 @@ async def test_the_bench_scores_sums_as_reasoning_gym_does(answer: str | None) -
     entry = {"question": "4 - 8 =", "answer": "-4", "metadata": {}, "source_dataset": "chain_sum"}
     theirs = make_reward("reasoning_gym", last_number=True, strict=True)
     assert reward(entry, answer) == await theirs(entry, answer)
+
+
+PAYLOAD = {"question": "How many?", "answer": "7"}
+
+
+@pytest.mark.parametrize(
+    ("answers", "rewards", "trajectory"),
+    [
+        (["7", "3", " 7"], [1.0, 0.0, 1.0], 1.0),
+        (["3", "7", "3"], [0.0, 1.0, 0.0], 0.0),
+        (["7", "1", "2"], [1.0, 0.0, 0.0], 1.0),
+    ],
+)
+async def test_the_answer_given_most_often_is_taken(
+    answers: list[str], rewards: list[float], trajectory: float
+) -> None:
+    options = {"check": "rillflow.examples.digits:reward"}
+    episode = await play_team(play_best_of, PAYLOAD, {"solver": in_turn(answers)}, options=options)
+    assert episode.reward == trajectory
+    assert episode.of("solver") == rewards

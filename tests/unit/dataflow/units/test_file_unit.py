@@ -8,7 +8,7 @@ import os
 import numpy as np
 import pytest
 
-from rillflow.clients.directory import GET_LIMIT
+from rillflow.clients.unit_directory import GET_LIMIT
 from rillflow.clients.units import LocalWriter
 from rillflow.dataflow.units import FileUnit
 from rillflow.dataflow.units.files import Growth

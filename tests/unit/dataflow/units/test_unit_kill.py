@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rillflow.clients.directory import UnitClient
+from rillflow.clients.unit_directory import UnitClient
 from rillflow.dataflow.units import FileUnit
 from rillflow.errors import RillflowError
 from rillflow.types import Row

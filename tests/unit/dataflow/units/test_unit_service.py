@@ -8,7 +8,7 @@ import threading
 import aiohttp
 import pytest
 
-from rillflow.clients.directory import UnitClient
+from rillflow.clients.unit_directory import UnitClient
 from rillflow.config import load_recipe
 from rillflow.dataflow.units import FileUnit
 from rillflow.dataflow.units.service import HALF_LIFE, UnitService, serve_unit

@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 
 from rillflow.config import ObserveConfig, load_recipe
-from rillflow.config.observe import JsonlConfig, MlflowConfig, OpenTelemetryConfig, TrackersConfig, WandbConfig
+from rillflow.config.runs import JsonlConfig, MlflowConfig, OpenTelemetryConfig, TrackersConfig, WandbConfig
 from rillflow.errors import ConfigError
 from rillflow.observe.trackers import Trackers, check_trackers
 from rillflow.observe.trackers.feed import Feed, JsonLines, flat, point_of
-from rillflow.observe.trackers.tensorboard import TensorBoard
+from rillflow.observe.trackers.services import TensorBoard
 from rillflow.runtime.folder import RunFolder
 
 QUICK = 0.01

@@ -9,8 +9,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from rillflow.resources.ray_cluster import SeatLost, Wants
-from rillflow.resources.ray_host import RoleHost
+from rillflow.resources.ray_cluster import RoleHost, SeatLost, Wants
 
 
 class ScriptHost(RoleHost):

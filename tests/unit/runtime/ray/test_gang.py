@@ -14,7 +14,7 @@ import pytest
 from seats import FakeCluster
 
 from rillflow.errors import RunError
-from rillflow.resources.ray_host import own_folder
+from rillflow.resources.ray_cluster import own_folder
 from rillflow.runtime.process import GIVE_UP
 from rillflow.runtime.ray_gang import Gang, Member, Place, Room
 from rillflow.runtime.supervisor import Supervisor
