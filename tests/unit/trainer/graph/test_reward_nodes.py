@@ -16,7 +16,7 @@ from rillflow.config import TrainerConfig
 from rillflow.errors import ConfigError
 from rillflow.trainer.algorithms import ALGORITHMS
 from rillflow.trainer.batches import TRAINED_COLUMNS, Databuffer, Rows, columns_of, make_rows
-from rillflow.trainer.graph.functions.rows import (
+from rillflow.trainer.graph.rows import (
     advantage_function,
     advantages,
     batch_advantages,
