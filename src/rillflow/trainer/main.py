@@ -43,8 +43,8 @@ from rillflow.weights import FolderStore
 from rillflow.weights.delta import Ahead
 from rillflow.weights.manifest import key_of
 from rillflow.weights.models import DTYPES
+from rillflow.weights.transport.object_store import uploader
 from rillflow.weights.transport.serve import FolderShelf, WeightService
-from rillflow.weights.transport.upload import uploader
 from rillflow.wire import LoopThread, Service
 from rillflow.wire.blocking import keep_what_is_there
 from rillflow.wire.tokens import Keyring, scoped_token
