@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from rillflow.dashboard.server import DashboardRoutes
-from rillflow.engine.service import EngineRoutes
+from rillflow.engine.remote import EngineRoutes
 from rillflow.gateway.routes import AgentRoutes, ControlRoutes, EngineControlRoutes
 from rillflow.types.routes import Dataflow, Route, StorageUnits, Updates, routes_of
 from rillflow.weights.transport.serve import WeightRoutes

@@ -15,8 +15,7 @@ import pytest
 from counting_engine import CountingEngine, expected, request, until
 from forwarder import Forwarder, forwarder
 from rillflow.engine.host import EngineHost
-from rillflow.engine.remote import RemoteEngine
-from rillflow.engine.service import EngineService
+from rillflow.engine.remote import EngineService, RemoteEngine
 from rillflow.gateway.sampling.pool import EnginePool, Fleet
 
 pytestmark = pytest.mark.chaos

@@ -33,6 +33,9 @@ if TYPE_CHECKING:
     from rillflow.trainer.parallel.peers import Peers
 
 
+# ------------------------------------------------------------ accelerate
+
+
 class LibraryForward:
     """Log-probs and entropies of trained tokens, from the full logits of a padded batch."""
 

@@ -15,7 +15,7 @@ from transformers import DynamicCache
 
 from rillflow import kernels
 from rillflow.config import TrainerConfig
-from rillflow.engine.embedded.exact import BLOCK, logprob, read_block
+from rillflow.engine.embedded.forward import BLOCK, logprob, read_block
 from rillflow.errors import ConfigError
 from rillflow.trainer.attention import choose, hidden_states
 from rillflow.trainer.experts import routing_of, set_choices

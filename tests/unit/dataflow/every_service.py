@@ -25,7 +25,7 @@ from rillflow.dashboard.watched import WatchedRun
 from rillflow.dataflow.units import FileUnit
 from rillflow.dataflow.units.service import UnitService
 from rillflow.engine.host import EngineHost
-from rillflow.engine.service import EngineService
+from rillflow.engine.remote import EngineService
 from rillflow.gateway import Gateway
 from rillflow.gateway.control import Control
 from rillflow.gateway.feed import Feed

@@ -19,7 +19,7 @@ import rillflow
 from dataflow_world import POLICY, UNIT, FakeClock
 from rillflow.config import load_recipe
 from rillflow.dashboard.server import DashboardRoutes
-from rillflow.engine.service import EngineRoutes
+from rillflow.engine.remote import EngineRoutes
 from rillflow.evaluate.endpoint import Forwarder, Upstream
 from rillflow.gateway.routes import AgentRoutes, ControlRoutes, EngineControlRoutes, in_session
 from rillflow.types import CommitStage, LeaseStage, Row, SampleColumns

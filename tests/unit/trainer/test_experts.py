@@ -13,7 +13,7 @@ from trainer_helpers import learner, random_rows
 from model_families import VOCABULARY, build
 from rillflow.config import TrainerConfig
 from rillflow.engine.embedded.core import Core
-from rillflow.engine.embedded.grammars import Grammars
+from rillflow.engine.embedded.sampling import Grammars
 from rillflow.engine.embedded.slots import Ticket
 from rillflow.engine.experts import UNKNOWN, Recorder, pack, routers_of, tail, unpack
 from rillflow.errors import ConfigError, CorruptData, EngineError

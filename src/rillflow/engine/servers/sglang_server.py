@@ -16,9 +16,9 @@ import msgspec
 
 from rillflow.config.policy import EngineConfig
 from rillflow.engine.servers.calls import is_cut, is_scored, needs_both
-from rillflow.engine.servers.facts import ModelFacts
 from rillflow.engine.servers.inside.rillflow_sglang import ORDERS
 from rillflow.engine.servers.process import DTYPE_NAMES, INSIDE, has_tokenizer, on_loopback, visible_gpus
+from rillflow.engine.servers.weights import ModelFacts
 from rillflow.errors import ConfigError, ContextOverflow
 from rillflow.types import GenerateRequest
 from rillflow.weights.models import pick_device

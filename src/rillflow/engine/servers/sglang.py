@@ -29,13 +29,13 @@ import msgspec
 
 from rillflow.config.policy import EngineConfig
 from rillflow.contracts import Clock
+from rillflow.engine.servers import sglang_server as server
 from rillflow.engine.servers.calls import Part, is_scored, needs_both
-from rillflow.engine.servers.facts import ModelFacts
 from rillflow.engine.servers.in_place import InPlaceEngine
 from rillflow.engine.servers.inside.rillflow_sglang import answer_name, write_order
 from rillflow.engine.servers.process import ServerProcess, free_port
-from rillflow.engine.sglang import server
-from rillflow.engine.sglang.server import Chunk, Outcome, generate_body, loader_body, probe_body, score_body
+from rillflow.engine.servers.sglang_server import Chunk, Outcome, generate_body, loader_body, probe_body, score_body
+from rillflow.engine.servers.weights import ModelFacts
 from rillflow.errors import EngineError, EngineLost
 from rillflow.types import FinishReason, GenerateRequest, Sampling
 from rillflow.types.base import json_decoder

@@ -26,14 +26,14 @@ import numpy as np
 from rillflow.config.policy import EngineConfig
 from rillflow.contracts import Clock
 from rillflow.engine.experts import pack
+from rillflow.engine.servers import vllm_server as server
 from rillflow.engine.servers.calls import Part, is_scored, needs_both
-from rillflow.engine.servers.facts import ModelFacts
 from rillflow.engine.servers.in_place import InPlaceEngine
 from rillflow.engine.servers.inside import rillflow_channel
 from rillflow.engine.servers.inside.rillflow_channel import LOST
 from rillflow.engine.servers.process import ServerProcess, free_port
-from rillflow.engine.vllm import server
-from rillflow.engine.vllm.server import ChannelClient
+from rillflow.engine.servers.vllm_server import ChannelClient
+from rillflow.engine.servers.weights import ModelFacts
 from rillflow.errors import ContextOverflow, EngineError, EngineLost
 from rillflow.types import FinishReason, GenerateRequest
 from rillflow.weights.models import DTYPES

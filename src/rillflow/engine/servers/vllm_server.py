@@ -18,7 +18,6 @@ import aiohttp
 import msgspec
 
 from rillflow.config.policy import EngineConfig
-from rillflow.engine.servers.facts import ModelFacts
 from rillflow.engine.servers.inside.rillflow_channel import (
     PATH,
     SHUT,
@@ -32,6 +31,7 @@ from rillflow.engine.servers.inside.rillflow_channel import (
     Reply,
 )
 from rillflow.engine.servers.process import DTYPE_NAMES, INSIDE, has_tokenizer, on_loopback, visible_gpus
+from rillflow.engine.servers.weights import ModelFacts
 from rillflow.errors import ConfigError, EngineError, EngineLost
 from rillflow.weights.models import pick_device
 
