@@ -17,8 +17,8 @@ from rillflow.contracts import SystemClock
 from rillflow.errors import RunError
 from rillflow.gateway.control import Control
 from rillflow.gateway.feed import Feed
-from rillflow.gateway.sampling.manager import add_engine_routes
-from rillflow.gateway.sampling.node_engines import NodeEngines, node_engines
+from rillflow.gateway.node_engines import NodeEngines, node_engines
+from rillflow.gateway.rollout_manager import add_engine_routes
 from rillflow.gateway.server import Gateway
 from rillflow.gateway.sessions.session import Session
 from rillflow.gateway.sessions.session_log import FileSessionLog

@@ -18,7 +18,7 @@ from rillflow.clients.dataflow import DataflowClient
 from rillflow.config.agents import RolloutConfig
 from rillflow.contracts import Clock, SystemClock
 from rillflow.errors import RillflowError, RunError
-from rillflow.gateway.sampling.node_engines import NodeEngines
+from rillflow.gateway.node_engines import NodeEngines
 from rillflow.gateway.sessions.session import Session
 from rillflow.rollout.episodes import Episodes
 from rillflow.rollout.leaving import Departure

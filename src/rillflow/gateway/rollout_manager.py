@@ -20,7 +20,7 @@ import logging
 import math
 from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import msgspec
 
@@ -28,10 +28,10 @@ from rillflow.config.agents import PauseConfig
 from rillflow.contracts import Clock, SystemClock
 from rillflow.engine.remote import RemoteEngine
 from rillflow.errors import BadRequest, RillflowError
-from rillflow.gateway.routes import EngineControlRoutes, HoldEngines, ReleaseEngines
-from rillflow.gateway.sampling.pool import Fleet
+from rillflow.gateway.engine_pool import Fleet
+from rillflow.gateway.shapes import ErrorAnswer
 from rillflow.types.base import json_decoder
-from rillflow.types.routes import JSON
+from rillflow.types.routes import JSON, raw
 from rillflow.wire import Service
 from rillflow.wire.messages import Request, Response
 
@@ -42,8 +42,12 @@ LEASE = 10.0  # seconds until an engine process drops a reason that is not renew
 RENEW = 3.0
 _THRESHOLD = "threshold"
 _BODY = 1 << 20
+_HOLD = "a hold is identified by its reason"
+_ERRORS = (ErrorAnswer,)
 
 Body = TypeVar("Body")
+Reason = Annotated[str, msgspec.Meta(min_length=1, max_length=100)]
+Names = Annotated[list[str], msgspec.Meta(max_length=1000)]
 
 
 @dataclass(slots=True)
@@ -234,6 +238,42 @@ class RolloutManager:
 
 
 # ---------------------------------------------------------------- routes
+
+
+# ---------------------------------------------------------------- routes
+
+
+class HoldEngines(msgspec.Struct, forbid_unknown_fields=True):
+    """Hold engines (default: all) for `seconds` (default: until they are released or this gateway ends)."""
+
+    reason: Reason
+    engines: Names | None = None
+    move: bool = False
+    seconds: Annotated[float, msgspec.Meta(gt=0)] | None = None
+
+
+class ReleaseEngines(msgspec.Struct, forbid_unknown_fields=True):
+    """Drop the hold of a reason (default: at all engines)."""
+
+    reason: Reason
+    engines: Names | None = None
+
+
+class EngineControlRoutes:
+    """The rollout manager, for operators and the resource manager."""
+
+    hold = raw(
+        "POST", "/engines/hold", "operator", summary="Hold engines, or move their calls", body=HoldEngines,
+        again=_HOLD, answers={JSON: ()}, errors=_ERRORS,
+    )  # fmt: skip
+    release = raw(
+        "POST", "/engines/release", "operator", summary="Release engines from a hold", body=ReleaseEngines,
+        again=_HOLD, answers={JSON: ()}, errors=_ERRORS,
+    )  # fmt: skip
+    engines = raw(
+        "GET", "/engines", "reader", summary="Every engine, and every hold", answers={JSON: ()},
+        errors=_ERRORS,
+    )  # fmt: skip
 
 
 def add_engine_routes(service: Service, manager: RolloutManager) -> None:

@@ -19,8 +19,8 @@ from rillflow.engine.build import build_engine, follow
 from rillflow.engine.host import EngineHost, tell_busy
 from rillflow.engine.remote import RemoteEngine
 from rillflow.errors import RillflowError
-from rillflow.gateway.sampling.manager import RolloutManager
-from rillflow.gateway.sampling.pool import EnginePool, Fleet
+from rillflow.gateway.engine_pool import EnginePool, Fleet
+from rillflow.gateway.rollout_manager import RolloutManager
 from rillflow.storage import startup
 from rillflow.storage.spans import SpanLog, Spans, open_spans
 from rillflow.types import EngineInfo, Engines, LookEngines
