@@ -25,8 +25,7 @@ from rillflow.gateway.sessions.session_log import FileSessionLog
 from rillflow.rollout.cast import Cast, build_gateway, open_cast
 from rillflow.rollout.episodes import Episodes
 from rillflow.rollout.handover import Handover
-from rillflow.rollout.leaving import Departure
-from rillflow.rollout.node import Node
+from rillflow.rollout.node import Departure, Node
 from rillflow.rollout.push import FailureSender, Pusher
 from rillflow.rollout.rewards import LateRewards
 from rillflow.storage import read_json, startup, write_json

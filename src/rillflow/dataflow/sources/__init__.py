@@ -12,8 +12,14 @@ from rillflow.config import SourceConfig
 from rillflow.contracts import PromptSource
 from rillflow.dataflow.rules import derive_seed
 from rillflow.dataflow.sources.benchmarks import open_benchmark
-from rillflow.dataflow.sources.readers import SUFFIXES, open_dataset, open_generator, open_jsonl, open_parquet
-from rillflow.dataflow.sources.reasoning_gym import open_reasoning_gym
+from rillflow.dataflow.sources.readers import (
+    SUFFIXES,
+    open_dataset,
+    open_generator,
+    open_jsonl,
+    open_parquet,
+    open_reasoning_gym,
+)
 from rillflow.dataflow.sources.rows import Rows
 from rillflow.dataflow.sources.sequences import InOrder, Joined, Mixed, Part, Shuffled, source_names
 from rillflow.errors import DataError
