@@ -88,7 +88,7 @@ def engine_joined(options: JoinOptions) -> int:
 
 def unit_joined(options: JoinOptions) -> int:
     """Run a storage unit, which keeps acknowledged rows in `options.cache`."""
-    from rillflow.dataflow.units.service import serve_unit
+    from rillflow.dataflow.storage_unit import serve_unit
 
     name = _start(options.name or f"unit-{_host_name()}")
     _check_reachable(options, "a storage unit keeps what it has acknowledged")

@@ -90,7 +90,7 @@ def unit_role(folder: RunFolder, name: str, *, ledger: int = 0) -> int:
     _check_name(name)
     _check_ledger(recipe, ledger)
     startup.report_to(folder.root, name, "importing")
-    from rillflow.dataflow.units.service import serve_unit
+    from rillflow.dataflow.storage_unit import serve_unit
 
     async def main() -> None:
         await serve_unit(

@@ -22,8 +22,7 @@ from dataflow_world import POLICY, UNIT, FakeClock
 from rillflow.config import load_recipe
 from rillflow.dashboard.server import Dashboard
 from rillflow.dashboard.watched import WatchedRun
-from rillflow.dataflow.units import FileUnit
-from rillflow.dataflow.units.service import UnitService
+from rillflow.dataflow.storage_unit import FileUnit, UnitService
 from rillflow.engine.host import EngineHost
 from rillflow.engine.remote import EngineService
 from rillflow.gateway import Gateway

@@ -18,8 +18,8 @@ one writer; other modules change it through that one's methods.
 `playing` keeps the groups that are playing, and their tasks, in memory.
 
 These decide and write nothing themselves: `leasing` (which tasks a node gets), `streams` (what a trainer may get),
-`serving` (what it is sent), `steps` (what a commit leaves), `scoring` (rewards of groups), `lost_rows`, `course` (the
-phases of a run).
+`serving` (what it is sent), `steps` (what a commit leaves), `lost_rows`, `course` (the phases of a run), and, beside
+this folder, `group_rewards`.
 
 A completed task goes through `service`, `ledger`, `tasks` and `attempts`; its last one settles the group in `groups`.
 """

@@ -10,7 +10,7 @@ import pytest
 import redis
 
 from redis_server import DURABLE, redis_server
-from rillflow.dataflow.units.redis import BUCKET_ROWS, RedisUnit
+from rillflow.dataflow.redis_unit import BUCKET_ROWS, RedisUnit
 from rillflow.errors import BadRequest, ConfigError, CorruptData, DiskFull, Unavailable
 
 
@@ -136,7 +136,7 @@ def test_two_runs_and_two_units_of_one_server_do_not_meet(server, tmp_path):
 
 def test_a_server_that_lost_its_data_makes_it_another_unit(server, tmp_path, monkeypatch):
     """Its numbers begin again: what refers to a row of before must never get one of now."""
-    monkeypatch.setattr("rillflow.dataflow.units.redis.BUCKET_ROWS", 2)
+    monkeypatch.setattr("rillflow.dataflow.redis_unit.BUCKET_ROWS", 2)
     unit = RedisUnit(server.url, tmp_path.name)
     before = unit.put([row() for _ in range(4)])
     with redis.Redis.from_url(server.url) as client:

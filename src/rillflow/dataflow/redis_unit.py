@@ -25,7 +25,7 @@ import msgspec
 from xxhash import xxh3_64_intdigest
 
 from rillflow.clients.columns import check_rows, dtypes_of, row_bytes
-from rillflow.dataflow.units.files import check_asked
+from rillflow.dataflow.storage_unit import check_asked
 from rillflow.errors import ConfigError, CorruptData, DiskFull, StorageError, Unavailable
 from rillflow.storage.records import Index, index_of, view_of
 from rillflow.types import Durability, Row, UnitInfo

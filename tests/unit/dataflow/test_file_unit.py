@@ -10,8 +10,7 @@ import pytest
 
 from rillflow.clients.directory import GET_LIMIT
 from rillflow.clients.units import LocalWriter
-from rillflow.dataflow.units import FileUnit
-from rillflow.dataflow.units.files import Growth
+from rillflow.dataflow.storage_unit import FileUnit, Growth
 from rillflow.errors import BadRequest, CorruptData, DiskFull, StorageError
 from rillflow.storage import SegmentWriter
 from rillflow.storage.segments import segment_numbers

@@ -10,8 +10,7 @@ import pytest
 
 from rillflow.clients.directory import UnitClient
 from rillflow.config import load_recipe
-from rillflow.dataflow.units import FileUnit
-from rillflow.dataflow.units.service import HALF_LIFE, UnitService, serve_unit
+from rillflow.dataflow.storage_unit import HALF_LIFE, FileUnit, UnitService, serve_unit
 from rillflow.errors import BadRequest, CorruptData, Unavailable
 from rillflow.types import UnitBeat, UnitBeatReply
 from rillflow.types.routes import Dataflow, StorageUnits

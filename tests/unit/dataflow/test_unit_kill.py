@@ -12,15 +12,15 @@ import numpy as np
 import pytest
 
 from rillflow.clients.directory import UnitClient
-from rillflow.dataflow.units import FileUnit
+from rillflow.dataflow.storage_unit import FileUnit
 from rillflow.errors import RillflowError
 from rillflow.types import Row
 
 UNIT = """
 import asyncio, sys
 from pathlib import Path
-from rillflow.dataflow.units import FileUnit
-from rillflow.dataflow.units.service import UnitService
+from rillflow.dataflow.storage_unit import FileUnit
+from rillflow.dataflow.storage_unit import UnitService
 from rillflow.types import UnitBeatReply
 
 async def beat(news):
