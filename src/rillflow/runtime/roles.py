@@ -281,8 +281,8 @@ def _one_rank(folder: RunFolder, policy: str, place: Place, playing: frozenset[i
     if place.rank == 0:  # it speaks for all ranks
         startup.report_to(folder.root, name, "importing torch")
     from rillflow.trainer.main import Access, run_trainer
+    from rillflow.trainer.parallel import GivenUp, PeerLost
     from rillflow.trainer.parallel.launch import LEFT_ALONE
-    from rillflow.trainer.parallel.peers import GivenUp, PeerLost
     from rillflow.trainer.stream import NoBatch
 
     recipe = folder.recipe

@@ -36,7 +36,7 @@ from rillflow.trainer.batches import REFERENCE, SCORE, Databuffer, columns_of_st
 from rillflow.trainer.forward import PolicyForward, ScalarForward
 from rillflow.trainer.graph.builtin import chain_of
 from rillflow.trainer.learner import Learner
-from rillflow.trainer.parallel.peers import Alone
+from rillflow.trainer.parallel import Alone
 from rillflow.trainer.roles import reward_model
 from rillflow.weights.model_folder import facts_of
 from rillflow.weights.models import load_policy_model, load_tokenizer, pick_device

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from rillflow.config import TrainerConfig
-    from rillflow.trainer.parallel.peers import Peers
+    from rillflow.trainer.parallel import Peers
 
 
 # ------------------------------------------------------------ accelerate

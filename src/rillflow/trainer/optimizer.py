@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
     from rillflow.config import TrainerConfig
     from rillflow.contracts import Tensors
-    from rillflow.trainer.parallel.peers import Peers
+    from rillflow.trainer.parallel import Peers
     from rillflow.weights.codec import Adapter
 
 log = logging.getLogger(__name__)

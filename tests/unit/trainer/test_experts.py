@@ -18,8 +18,7 @@ from rillflow.engine.embedded.slots import Ticket
 from rillflow.engine.experts import UNKNOWN, Recorder, pack, routers_of, tail, unpack
 from rillflow.errors import ConfigError, CorruptData, EngineError
 from rillflow.trainer.batches import EXPERTS, Databuffer, joined, with_experts
-from rillflow.trainer.experts import set_choices
-from rillflow.trainer.forward import PolicyForward
+from rillflow.trainer.forward import PolicyForward, set_choices
 from rillflow.trainer.packing import micro_batches
 from rillflow.types import BatchSample, GenerateRequest, Row, Sampling
 

@@ -24,7 +24,7 @@ from rillflow.trainer.graph.worker import Worker
 from rillflow.trainer.learner import Learner
 from rillflow.trainer.metrics import ALARMING, Consistency, Watch
 from rillflow.trainer.optimizer import Optimizer
-from rillflow.trainer.parallel.peers import Alone, Peers
+from rillflow.trainer.parallel import Alone, Peers
 from rillflow.types import BatchSample
 
 

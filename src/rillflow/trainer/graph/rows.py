@@ -28,7 +28,7 @@ from rillflow.trainer.algorithms.losses.terms import KL
 from rillflow.trainer.batches import Databuffer
 from rillflow.trainer.graph.worker import Step
 from rillflow.trainer.metrics import RowValues
-from rillflow.trainer.parallel.peers import Peers
+from rillflow.trainer.parallel import Peers
 
 if TYPE_CHECKING:
     import numpy.typing as npt

@@ -20,7 +20,7 @@ from rillflow.trainer.graph.worker import Parts, Step
 from rillflow.trainer.learner import Learner, Measured, Objective, Seen
 from rillflow.trainer.metrics import Consistency, KeptValues
 from rillflow.trainer.packing import MicroBatch
-from rillflow.trainer.parallel.peers import Peers
+from rillflow.trainer.parallel import Peers
 
 _SUMS = ("clip_low", "clip_high", "approx_kl", "ratio", "ratio_square", "entropy", "advantage", "advantage_square")
 _CRITIC_NAMES = {"loss": "value_loss", "grad_norm": "critic_grad_norm", "lr": "critic_lr", "skipped": "critic_skipped"}

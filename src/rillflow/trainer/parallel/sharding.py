@@ -33,7 +33,7 @@ from torch.utils._pytree import tree_leaves
 
 from rillflow.config import TrainerConfig
 from rillflow.errors import ConfigError
-from rillflow.trainer.parallel.peers import Peers, share
+from rillflow.trainer.parallel import Peers, share
 from rillflow.weights.codec import tensor_facts
 from rillflow.weights.delta_file import Part, can_begin
 from rillflow.weights.manifest import TensorFacts

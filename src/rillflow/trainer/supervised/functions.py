@@ -32,7 +32,7 @@ from rillflow.trainer.graph.train import learner_of
 from rillflow.trainer.graph.worker import Model, Parts, Step
 from rillflow.trainer.learner import Measured, Objective
 from rillflow.trainer.packing import MicroBatch
-from rillflow.trainer.parallel.peers import Peers
+from rillflow.trainer.parallel import Peers
 from rillflow.trainer.supervised.examples import Examples
 from rillflow.trainer.supervised.reward_model import area_under_curve, calibration_error, correlation, ranking_of
 from rillflow.weights.model_folder import StepLossName

@@ -26,7 +26,7 @@ from rillflow.trainer.graph.rows import (
     punish_overlong,
 )
 from rillflow.trainer.graph.worker import Step
-from rillflow.trainer.parallel.peers import Alone, Peers
+from rillflow.trainer.parallel import Alone, Peers
 
 NAN = float("nan")
 
