@@ -7,9 +7,8 @@ from dataclasses import dataclass
 
 from rillflow.config import PolicyConfig, Recipe, RewardConfig, SourceConfig
 from rillflow.contracts import PromptSource
-from rillflow.dataflow.sources import open_source
+from rillflow.dataflow.sources import open_source, source_names
 from rillflow.dataflow.sources.benchmarks import benchmark
-from rillflow.dataflow.sources.sequences import source_names
 from rillflow.errors import ConfigError
 from rillflow.evaluate.scores import Kind
 from rillflow.gateway.trees.render import Renderer, load_renderer

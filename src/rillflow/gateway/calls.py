@@ -28,8 +28,8 @@ from rillflow.contracts import TokenSource
 from rillflow.errors import ContextOverflow
 from rillflow.gateway.answers import Answer, Choice
 from rillflow.gateway.grammars import Calls, composed
+from rillflow.gateway.reading import AUTO, Reader, reasoning_format, tool_format, written_calls
 from rillflow.gateway.reading.incremental import Detokeniser, StopStrings
-from rillflow.gateway.reading.reader import AUTO, Reader, reasoning_format, tool_format, written_calls
 from rillflow.gateway.reading.reasoning import Thought
 from rillflow.gateway.reading.tools import offered
 from rillflow.gateway.sessions.events import Asked

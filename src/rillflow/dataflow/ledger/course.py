@@ -23,9 +23,8 @@ from rillflow.dataflow.ledger.database import Base, Part
 from rillflow.dataflow.ledger.evaluations import Evaluations
 from rillflow.dataflow.ledger.groups import Groups
 from rillflow.dataflow.ledger.leasing import Leasing
-from rillflow.dataflow.ledger.lost_rows import LostRows
 from rillflow.dataflow.ledger.nodes import Nodes, UserErrors
-from rillflow.dataflow.ledger.payload import Samples, Storage
+from rillflow.dataflow.ledger.payload import LostRows, Samples, Storage
 from rillflow.dataflow.ledger.playing import Playing
 from rillflow.dataflow.ledger.shares import Shares
 from rillflow.dataflow.ledger.stages import Stages
