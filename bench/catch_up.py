@@ -29,7 +29,7 @@ from bench.delta_formats import astraflow
 from rillflow.config import TrainerConfig
 from rillflow.engine.embedded import EmbeddedEngine
 from rillflow.trainer.optimizer import Optimizer
-from rillflow.trainer.parallel.peers import Alone
+from rillflow.trainer.parallel import Alone
 from rillflow.types import GenerateRequest, Sampling
 from rillflow.weights.pull import Puller
 from rillflow.weights.refresh import Refresher

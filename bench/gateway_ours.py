@@ -17,7 +17,7 @@ from typing import Any
 from rillflow.config import GatewayConfig, SamplingConfig
 from rillflow.engine.remote import RemoteEngine
 from rillflow.gateway import Gateway, Policy, Renderer
-from rillflow.gateway.sampling.pool import EnginePool, Fleet
+from rillflow.gateway.engine_pool import EnginePool, Fleet
 from rillflow.gateway.sessions.session_log import FileSessionLog
 
 LIMITS = GatewayConfig(sessions=1 << 20, total=1 << 16)

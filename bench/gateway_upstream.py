@@ -13,7 +13,7 @@ from typing import Any
 
 import httptools
 
-from rillflow.engine.service import Frame, encode
+from rillflow.engine.remote import Frame, encode
 from rillflow.types import Chunk
 
 LATENCY = 0.050

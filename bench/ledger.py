@@ -20,7 +20,7 @@ from pathlib import Path
 from statistics import median
 
 from bench.common import Report, parser
-from rillflow.dataflow.hooks import Hooks
+from rillflow.dataflow.hooks.running import Hooks
 from rillflow.dataflow.ledger.ledger import Ledger
 from rillflow.dataflow.rules import Rules
 from rillflow.dataflow.sources import InOrder

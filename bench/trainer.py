@@ -36,7 +36,7 @@ from rillflow.trainer.batches import Databuffer, make_rows
 from rillflow.trainer.forward import PolicyForward
 from rillflow.trainer.optimizer import Optimizer
 from rillflow.trainer.packing import micro_batches
-from rillflow.trainer.parallel.peers import Alone
+from rillflow.trainer.parallel import Alone
 from rillflow.trainer.roles import prepared
 from rillflow.types import BatchSample, Row
 

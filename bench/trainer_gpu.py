@@ -35,7 +35,7 @@ from rillflow.trainer.graph.builtin import chain_of
 from rillflow.trainer.graph.worker import Worker
 from rillflow.trainer.learner import Learner
 from rillflow.trainer.optimizer import Optimizer
-from rillflow.trainer.parallel.peers import Alone
+from rillflow.trainer.parallel import Alone
 from rillflow.trainer.roles import prepared
 
 _GOAL = 2.0  # times prime-rl's tokens a second

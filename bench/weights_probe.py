@@ -31,7 +31,7 @@ from rillflow.contracts import Change, Engine, Patch
 from rillflow.engine.build import build_engine
 from rillflow.trainer.graph.worker import Prober
 from rillflow.trainer.learner import Learner
-from rillflow.trainer.parallel.peers import Alone
+from rillflow.trainer.parallel import Alone
 from rillflow.trainer.roles import Roles
 from rillflow.types import Probe
 from rillflow.weights import probe as probing

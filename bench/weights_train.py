@@ -27,7 +27,7 @@ from bench.trainer import SHAPES
 from rillflow.config import TrainerConfig
 from rillflow.dataflow.sources.benchmarks import data_folder
 from rillflow.trainer.optimizer import Optimizer
-from rillflow.trainer.parallel.peers import Alone
+from rillflow.trainer.parallel import Alone
 
 RATES = (1e-6, 3e-6, 5e-6)
 WARM = 10  # steps until Adam's moments are those of a run

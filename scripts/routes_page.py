@@ -7,8 +7,10 @@ from collections.abc import Iterator
 from typing import Any
 
 from rillflow.dashboard.server import DashboardRoutes
-from rillflow.engine.service import EngineRoutes
-from rillflow.gateway.routes import AgentRoutes, ControlRoutes, EngineControlRoutes
+from rillflow.engine.remote import EngineRoutes
+from rillflow.gateway.control import ControlRoutes
+from rillflow.gateway.dialects import AgentRoutes
+from rillflow.gateway.rollout_manager import EngineControlRoutes
 from rillflow.types.routes import Dataflow, Route, StorageUnits, Updates, routes_of
 from rillflow.weights.transport.serve import WeightRoutes
 from rillflow.wire.routing import Common

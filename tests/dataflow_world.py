@@ -14,8 +14,8 @@ import msgspec
 from ledger_moves import check_moves, watch
 from rillflow.contracts import PromptSource
 from rillflow.dataflow.audit import AuditReport, audit
-from rillflow.dataflow.hooks import Hooks
 from rillflow.dataflow.hooks.filters import ZeroVariance
+from rillflow.dataflow.hooks.running import Hooks
 from rillflow.dataflow.ledger.ledger import Ledger
 from rillflow.dataflow.rules import PolicyRules, Rules
 from rillflow.dataflow.sources import InOrder

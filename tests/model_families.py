@@ -18,7 +18,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from rillflow.config import LoraConfig, TrainerConfig
 from rillflow.engine.embedded.core import Core
 from rillflow.engine.embedded.forward import LeanForward
-from rillflow.engine.embedded.grammars import Grammars
+from rillflow.engine.embedded.sampling import Grammars
 from rillflow.engine.embedded.slots import Ticket
 from rillflow.errors import ConfigError, EngineError, RillflowError
 from rillflow.trainer import lora

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from rillflow.dataflow.units import FileUnit
+from rillflow.dataflow.storage_unit import FileUnit
 from rillflow.types import COLUMNS, Row
 
 _TRAINED = """

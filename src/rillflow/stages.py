@@ -61,7 +61,7 @@ from rillflow.trainer.batches import (
 from rillflow.trainer.forward import PolicyForward, ScalarForward
 from rillflow.trainer.graph.builtin import chain_of
 from rillflow.trainer.learner import Learner
-from rillflow.trainer.parallel.peers import Alone
+from rillflow.trainer.parallel import Alone
 from rillflow.trainer.remote_stream import Renewal
 from rillflow.trainer.roles import reward_model
 from rillflow.types import Batch, CommitStage, LeaseStage, LoseRows, Row, SampleColumns

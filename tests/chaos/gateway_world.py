@@ -23,7 +23,7 @@ from forked_command import Program, fork_python
 from rillflow.config.load import validate
 from rillflow.contracts import TokenSource
 from rillflow.gateway import Gateway, Policy, Renderer, session_url
-from rillflow.gateway.sampling.node_engines import NodeEngines, node_engines
+from rillflow.gateway.node_engines import NodeEngines, node_engines
 from rillflow.gateway.trees.record import SessionRecord
 from rillflow.runtime.folder import RunFolder
 from rillflow.types import Chunk, EngineInfo, Engines, GenerateRequest, LookEngines

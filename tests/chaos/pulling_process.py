@@ -6,7 +6,7 @@ import asyncio
 import sys
 from pathlib import Path
 
-from rillflow.weights.transport.remote import HttpSource
+from rillflow.weights.transport.sources import HttpSource
 from weight_servers import KEY, POLICY, TOKEN
 
 

@@ -15,9 +15,8 @@ import pytest
 from counting_engine import CountingEngine, expected, request, until
 from forwarder import Forwarder, forwarder
 from rillflow.engine.host import EngineHost
-from rillflow.engine.remote import RemoteEngine
-from rillflow.engine.service import EngineService
-from rillflow.gateway.sampling.pool import EnginePool, Fleet
+from rillflow.engine.remote import EngineService, RemoteEngine
+from rillflow.gateway.engine_pool import EnginePool, Fleet
 
 pytestmark = pytest.mark.chaos
 TOKEN = "t" * 32

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from forwarder import forwarder
-from rillflow.weights.transport.remote import HttpSource
+from rillflow.weights.transport.sources import HttpSource
 from small_disk import small_disk
 from weight_servers import KEY, POLICY, READING, TOKEN, publish, served, some_bytes
 

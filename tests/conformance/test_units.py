@@ -11,9 +11,8 @@ import redis
 
 from redis_server import DURABLE, redis_server
 from rillflow.clients.unit_directory import GET_LIMIT, UnitClient
-from rillflow.dataflow.units import FileUnit
-from rillflow.dataflow.units.redis import RedisUnit
-from rillflow.dataflow.units.service import UnitService
+from rillflow.dataflow.redis_unit import RedisUnit
+from rillflow.dataflow.storage_unit import FileUnit, UnitService
 from rillflow.errors import BadRequest, CorruptData
 from rillflow.storage.segments import segment_path
 from rillflow.types import COLUMNS, Row, UnitBeatReply
@@ -126,7 +125,7 @@ class OverHttp:
 @pytest.fixture(params=["files", "redis", "files over http", "redis over http"])
 async def opened(request, tmp_path, monkeypatch):
     """Opens the unit, the same one each time, any number of times."""
-    monkeypatch.setattr("rillflow.dataflow.units.redis.BUCKET_ROWS", 4)
+    monkeypatch.setattr("rillflow.dataflow.redis_unit.BUCKET_ROWS", 4)
     if request.param.startswith("files"):
         kind = Files(tmp_path / "unit")
     else:

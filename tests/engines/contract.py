@@ -30,7 +30,7 @@ from counting_engine import until
 from playing import play_episodes
 from rillflow.config import SamplingConfig
 from rillflow.contracts import Change, Patch
-from rillflow.engine.servers.updates import lay_changes
+from rillflow.engine.servers.weights import lay_changes
 from rillflow.errors import ContextOverflow, EngineError, EngineLost, WeightsError
 from rillflow.gateway.trees.record import Sample
 from rillflow.types import Chunk, Probe

@@ -14,10 +14,10 @@ from contract_world import World
 from needs import SGLANG_PYTHON, require
 from rillflow.config.policy import EngineConfig, ServerConfig
 from rillflow.engine.servers import ServerEngine
-from rillflow.engine.servers.facts import model_facts
 from rillflow.engine.servers.inside.rillflow_sglang import ORDERS
-from rillflow.engine.sglang import SglangEngine
-from rillflow.engine.sglang.server import KEY
+from rillflow.engine.servers.sglang import SglangEngine
+from rillflow.engine.servers.sglang_server import KEY
+from rillflow.engine.servers.weights import model_facts
 from rillflow.errors import EngineLost
 
 pytestmark = [pytest.mark.engines, pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(900)]

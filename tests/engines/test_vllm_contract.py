@@ -13,9 +13,9 @@ from contract_world import World, untied
 
 from rillflow.config.policy import EngineConfig, ServerConfig
 from rillflow.engine.servers import ServerEngine
-from rillflow.engine.servers.facts import model_facts
 from rillflow.engine.servers.inside.rillflow_channel import TOKEN
-from rillflow.engine.vllm import VllmEngine
+from rillflow.engine.servers.vllm import VllmEngine
+from rillflow.engine.servers.weights import model_facts
 from rillflow.errors import EngineLost
 
 pytestmark = [pytest.mark.engines, pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(900)]

@@ -15,8 +15,8 @@ from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from rillflow.config.policy import EngineConfig, ServerConfig
 from rillflow.engine.experts import Recorder, unpack
-from rillflow.engine.servers.facts import model_facts
-from rillflow.engine.vllm import VllmEngine
+from rillflow.engine.servers.vllm import VllmEngine
+from rillflow.engine.servers.weights import model_facts
 from rillflow.types import GenerateRequest, Probe, Sampling
 from rillflow.weights.probe import FP32
 

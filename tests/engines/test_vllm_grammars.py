@@ -13,8 +13,8 @@ import pytest_asyncio
 import torch
 
 from rillflow.config.policy import EngineConfig, ServerConfig
-from rillflow.engine.servers.facts import model_facts
-from rillflow.engine.vllm import VllmEngine
+from rillflow.engine.servers.vllm import VllmEngine
+from rillflow.engine.servers.weights import model_facts
 from rillflow.gateway.grammars import of_choices, of_lark, of_schema
 from rillflow.types import Chunk, GenerateRequest, Grammar, Sampling
 from rillflow.weights.models import load_policy_model, load_tokenizer, pick_device

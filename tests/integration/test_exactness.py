@@ -12,7 +12,7 @@ from rillflow.gateway.trees.record import Sample
 from rillflow.trainer.batches import Databuffer, make_rows
 from rillflow.trainer.forward import PolicyForward
 from rillflow.trainer.learner import Learner
-from rillflow.trainer.parallel.peers import Alone
+from rillflow.trainer.parallel import Alone
 from rillflow.types import BatchSample, Row
 from rillflow.weights.models import load_policy_model, pick_device
 

@@ -19,7 +19,7 @@ from rillflow.storage import SegmentReader
 from rillflow.storage.records import Place
 from rillflow.storage.spans import read_spans
 from rillflow.trainer.batches import TRAINED_COLUMNS, Databuffer, make_rows
-from rillflow.trainer.parallel.peers import Alone
+from rillflow.trainer.parallel import Alone
 from rillflow.trainer.roles import Roles
 from rillflow.types import COLUMNS, BatchSample, Row
 

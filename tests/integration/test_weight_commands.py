@@ -15,7 +15,7 @@ from rillflow.config import load_recipe
 from rillflow.errors import WireError
 from rillflow.runtime.folder import RunFolder
 from rillflow.weights.manifest import key_of, signed
-from rillflow.weights.transport.remote import HttpSource
+from rillflow.weights.transport.sources import HttpSource
 from weight_servers import publish, some_bytes
 
 DATA = some_bytes(2_000_000)

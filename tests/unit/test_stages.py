@@ -14,7 +14,7 @@ from rillflow.errors import ConfigError, GraphError
 from rillflow.stages import build_stage, check_stages
 from rillflow.trainer.batches import GIVES, Databuffer, make_rows, staged_columns
 from rillflow.trainer.graph.builtin import chain_of
-from rillflow.trainer.parallel.peers import Alone
+from rillflow.trainer.parallel import Alone
 from rillflow.trainer.roles import Roles
 from rillflow.types import BatchSample, Row
 from rillflow.weights.model_folder import model_folder

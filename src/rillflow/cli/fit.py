@@ -83,7 +83,7 @@ def _launch(folder: RunFolder, recipe: FitRecipe) -> int:
         recipe.trainer.ranks,
         child_environment(recipe.runtime.threads),
         lambda rank: folder.log(f"rank-{rank}"),
-        start_ranks(("rillflow.trainer.supervised.main", "transformers.modeling_utils")),
+        start_ranks(("rillflow.trainer.supervised.fit", "transformers.modeling_utils")),
     )
     if code not in (0, STOPPED):
         raise RunError(
@@ -97,7 +97,7 @@ def _fit(folder: RunFolder, recipe: FitRecipe, place: Place | None) -> bool:
     from rillflow.dataflow.sources import open_source
 
     quieten()
-    from rillflow.trainer.supervised.main import run_fit
+    from rillflow.trainer.supervised.fit import run_fit
 
     train = open_source(recipe.data.train, seed=recipe.seed, shuffle=False)
     held = recipe.data.heldout

@@ -82,7 +82,7 @@ def check(recipe: Recipe) -> None:
     """Refuse a recipe that cannot work, before anything is started."""
     from rillflow.agents.tools.toolbox import check_tools
     from rillflow.cli.leakage import warning_of
-    from rillflow.dataflow.hooks import Hooks
+    from rillflow.dataflow.hooks.running import Hooks
     from rillflow.dataflow.sources import open_heldout, open_sources
     from rillflow.resources.placement import plan
     from rillflow.rollout.loading import check_players

@@ -11,7 +11,7 @@ from rillflow.config.trainer import TrainerConfig
 from rillflow.errors import did_you_mean
 from rillflow.types import LOWEST_TEMPERATURE
 
-# The formats' classes are the gateway's, in gateway/reading/reader.py.
+# The formats' classes are the gateway's, in gateway/reading.
 TOOL_FORMATS = (
     "auto", "hermes", "qwen3_coder", "glm", "minimax", "seed", "mistral", "mistral_args", "deepseek", "deepseek_r1",
     "kimi", "harmony", "command", "nemotron", "phi", "granite", "llama3", "pythonic", "json",

@@ -8,7 +8,7 @@ from pathlib import Path
 from rillflow.config import Recipe
 from rillflow.contracts import Clock, GroupReward
 from rillflow.dataflow.group_commit import Journal
-from rillflow.dataflow.hooks import Hooks
+from rillflow.dataflow.hooks.running import Hooks
 from rillflow.dataflow.ledger.ledger import Ledger
 from rillflow.dataflow.rules import Rules
 from rillflow.dataflow.service import DataflowService

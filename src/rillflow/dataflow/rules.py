@@ -71,7 +71,7 @@ class Rules:
     repeats: int = 1
     target: float | None = None  # the held-out reward that ends the run
     balance_every: int = 10
-    group_reward: bool = False  # a complete group is rewarded before its statistics are taken: see `scoring`
+    group_reward: bool = False  # a complete group is rewarded before its statistics are taken: see `group_rewards`
     kept_per_step: int = 0  # trajectories drawn from each step, for people: see `kept_episodes`
     kept_extremes: bool = False  # and whether its best and its worst are kept
     kept_per_evaluation: int = 0

@@ -21,7 +21,7 @@ from rillflow.contracts import Clock, GroupReward, SystemClock
 from rillflow.dataflow import report
 from rillflow.dataflow.balance_ledger import BalanceGauges
 from rillflow.dataflow.group_commit import GroupCommit, Journal, Watch
-from rillflow.dataflow.group_scorer import GroupScorer
+from rillflow.dataflow.group_rewards import GroupScorer
 from rillflow.dataflow.hooks.running import Beside, HookPending
 from rillflow.dataflow.ledger.ledger import Ledger
 from rillflow.dataflow.report import LedgerGauges

@@ -51,7 +51,7 @@ def build_engine(policy: PolicyConfig, *, exact: bool, logs: Path | None = None)
 
 
 def _server_engine(policy: PolicyConfig, *, exact: bool, logs: Path | None) -> Engine:
-    from rillflow.engine.servers.facts import model_facts
+    from rillflow.engine.servers.weights import model_facts
 
     settings = policy.engine
     if exact:
@@ -81,10 +81,10 @@ def _server_engine(policy: PolicyConfig, *, exact: bool, logs: Path | None) -> E
             "use a GPU or engine.kind embedded, or remove trainer.replay_routing",
         )
     if settings.kind == "vllm":
-        from rillflow.engine.vllm import VllmEngine
+        from rillflow.engine.servers.vllm import VllmEngine
 
         return VllmEngine(facts, settings, logs=logs, record=record)
-    from rillflow.engine.sglang.engine import SglangEngine
+    from rillflow.engine.servers.sglang import SglangEngine
 
     return SglangEngine(facts, settings, logs=logs)
 

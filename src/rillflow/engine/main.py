@@ -16,7 +16,7 @@ from rillflow.clients.ledgers import connect
 from rillflow.config import EngineConfig, Recipe
 from rillflow.engine.build import build_engine, follow
 from rillflow.engine.host import EngineHost, tell_busy
-from rillflow.engine.service import EngineService
+from rillflow.engine.remote import EngineService
 from rillflow.errors import RillflowError, RunError
 from rillflow.storage import startup
 from rillflow.storage.spans import open_spans

@@ -27,9 +27,9 @@ from rillflow.contracts import SystemClock
 from rillflow.errors import BadRequest, RillflowError, Unavailable
 from rillflow.evaluate.playing import Ended, Outcome, Tell, Turn
 from rillflow.evaluate.provider_answers import Said, read_stream, read_whole
-from rillflow.gateway.dialects import DIALECTS, Dialect, dialect_of
+from rillflow.gateway.control import ControlRoutes, GiveReward, Rewarded
+from rillflow.gateway.dialects import ASKING, DIALECTS, Dialect, dialect_of, in_session
 from rillflow.gateway.feed import Feed
-from rillflow.gateway.routes import ASKING, ControlRoutes, GiveReward, Rewarded, in_session
 from rillflow.gateway.server import agent_of, anthropic_url, presented_key
 from rillflow.gateway.trees.messages import Message, message
 from rillflow.rollout.cast import Cast, open_cast

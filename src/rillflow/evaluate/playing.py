@@ -24,7 +24,7 @@ from rillflow.engine.build import build_engine
 from rillflow.engine.host import EngineHost
 from rillflow.gateway.control import Control
 from rillflow.gateway.feed import Feed
-from rillflow.gateway.sampling.node_engines import NodeEngines
+from rillflow.gateway.node_engines import NodeEngines
 from rillflow.gateway.sessions.events import Asked, NoSessionLog, SessionLog
 from rillflow.gateway.sessions.session import Session
 from rillflow.gateway.trees.messages import Body

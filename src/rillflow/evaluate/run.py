@@ -29,9 +29,8 @@ from rillflow.agents.rewards.registry import load_group_reward
 from rillflow.config import PolicyConfig, Recipe, RewardConfig, SourceConfig
 from rillflow.contracts import PromptSource
 from rillflow.dataflow.rules import derive_seed
-from rillflow.dataflow.sources import open_source
+from rillflow.dataflow.sources import open_source, source_names
 from rillflow.dataflow.sources.benchmarks import benchmark
-from rillflow.dataflow.sources.sequences import source_names
 from rillflow.errors import ConfigError, RewardError, RunError
 from rillflow.evaluate.playing import Ended, Stage, open_engines, open_stage
 from rillflow.evaluate.records import KeptEpisodes, Record, RecordFile, fingerprint

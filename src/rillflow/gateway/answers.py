@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from rillflow.contracts import TokenSource
 from rillflow.errors import Unavailable
-from rillflow.gateway.reading.reader import Read, Reader
+from rillflow.gateway.reading import Read, Reader
 from rillflow.gateway.reading.reasoning import Thought
 from rillflow.gateway.trees.messages import ToolCall, message
 from rillflow.gateway.trees.tree import Node

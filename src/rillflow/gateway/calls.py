@@ -2,23 +2,34 @@
 
 Nothing here depends on the dialect in which the call came. When a call fails, its draw is given back, so that the same
 call tried again is the same draw.
+
+Rendering and tokenising take time that grows with the text, so a text that cannot fit into the model's context is
+refused by its length alone. Tokenising megabytes takes seconds, in which the tokenizer releases the interpreter lock,
+so it runs in a thread and other sessions go on. A short text stays on the event loop, because a thread would take
+longer.
+
+The work in a thread changes nothing in a session. It is done under the session's `turn`: a session has one text in a
+thread at a time, so that no session takes all threads, and its calls are placed in the order in which they came. Work
+that has begun cannot be cancelled; a call whose client has gone keeps its session's turn until its thread is free.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from copy import copy
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
+
+import msgspec
 
 from rillflow.contracts import TokenSource
 from rillflow.errors import ContextOverflow
 from rillflow.gateway.answers import Answer, Choice
 from rillflow.gateway.grammars import Calls, composed
-from rillflow.gateway.long_texts import SHORT, TextThreads
+from rillflow.gateway.reading import AUTO, Reader, reasoning_format, tool_format, written_calls
 from rillflow.gateway.reading.incremental import Detokeniser, StopStrings
-from rillflow.gateway.reading.reader import AUTO, Reader, reasoning_format, tool_format, written_calls
 from rillflow.gateway.reading.reasoning import Thought
 from rillflow.gateway.reading.tools import offered
 from rillflow.gateway.sessions.events import Asked
@@ -29,8 +40,14 @@ from rillflow.gateway.trees.render import Renderer
 from rillflow.gateway.trees.template import Tools
 from rillflow.gateway.trees.tree import Node
 from rillflow.types import GenerateRequest, Grammar, Sampling
+from rillflow.wire import in_thread, take_short_turns
 
 _PROMPT_END = 16  # ids at the end of a prompt in which it may open the reasoning
+SHORT = 4 << 10  # most bytes of a text that is tokenised on the event loop, in at most 2 ms
+SHORT_BODY = 128 << 10  # most bytes of a request that is decoded there
+THREADS = 2
+
+Result = TypeVar("Result")
 
 
 @dataclass(frozen=True, slots=True)
@@ -260,3 +277,56 @@ def _reader(policy: Policy, call: Call, inside: bool | None) -> Reader:
         None if inside is None or reasoning is None else reasoning.splitter(inside=inside),
         None if parsed is None else parsed.parser(offered(call.tools, call.allowed)),
     )
+
+
+# ------------------------------------------------------------ long texts
+
+
+class TextThreads:
+    """The threads of one gateway. They start with the first long text."""
+
+    def __init__(self) -> None:
+        self._pool = ThreadPoolExecutor(THREADS, "gateway-texts")
+
+    async def run(self, work: Callable[[], Result], *, long: bool) -> Result:
+        """Return the result of `work`, run in a thread if it is `long`. The caller holds its session's turn."""
+        if not long:
+            return work()
+        take_short_turns()
+        return await in_thread(work, self._pool)
+
+    def close(self) -> None:
+        """Drop work that has not begun."""
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+
+def refuse_too_long(request: msgspec.Struct, renderer: Renderer, context: int) -> None:
+    """Raise ContextOverflow if the text of a decoded request cannot fit into `context` tokens.
+
+    Everything in the request counts, whatever its dialect and field, so a new field is counted too.
+    """
+    most = renderer.characters_of(context)
+    if _characters(request, most) >= most:
+        raise ContextOverflow(
+            f"this model's context is {context} tokens, and a request with {most} characters cannot fit"
+        )
+
+
+def _characters(value: Any, most: int) -> int:
+    """Count the characters of all texts in `value`, with numbers and keys of JSON objects, up to about `most`."""
+    counted = 0
+    left = [value]
+    while left and counted < most:
+        part = left.pop()
+        if isinstance(part, str):
+            counted += len(part)
+        elif isinstance(part, dict):
+            left += part
+            left += part.values()
+        elif isinstance(part, list):
+            left += part
+        elif isinstance(part, msgspec.Struct):
+            left += [getattr(part, name) for name in part.__struct_fields__]
+        elif part is not None:
+            counted += 1
+    return counted

@@ -14,25 +14,71 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
-from typing import TypeVar
+from typing import Literal, TypeVar
 
 import msgspec
 
-from rillflow.gateway.failures import CallRefused
-from rillflow.gateway.feed import Asker, EndSession, Feed, OutsideTask, run_ended
-from rillflow.gateway.routes import NDJSON, ControlRoutes, GiveReward, Givers, Rewarded, TakeTask
+from rillflow.gateway.dialects import SESSION
+from rillflow.gateway.feed import Asker, Ended, EndSession, Feed, OutsideTask, run_ended
 from rillflow.gateway.server import Gateway
 from rillflow.gateway.sessions.session import Session
+from rillflow.gateway.shapes import CallRefused, ErrorAnswer
 from rillflow.types.base import json_decoder
-from rillflow.types.routes import JSON
+from rillflow.types.routes import JSON, raw
 from rillflow.wire.messages import Request, Response, Send, Stream
 
 Body = TypeVar("Body")
+Givers = Literal["nobody", "run", "agent"]
 
 LONGEST_WAIT = 300.0  # of one request for a task
 END_SECONDS = 300.0  # for the run to accept an episode
 KEEP_ALIVE = 5.0  # between two empty lines on a quiet feed
 SAID = "said"  # the key of a session's detail that holds the end its agent sent
+NDJSON = "application/x-ndjson"
+_ERRORS = (ErrorAnswer,)
+
+
+class GiveReward(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A reward for one answer (`call`: the id that the agent saw), for the answers of the n-th call (`turn`, from 0),
+    for one leaf of a policy's tree, or else for the whole session."""
+
+    value: float
+    call: str | None = None
+    turn: int | None = None
+    leaf: int | None = None
+    policy: str | None = None
+
+
+class Rewarded(msgspec.Struct, frozen=True, kw_only=True):
+    session: str
+
+
+class TakeTask(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Request one task, and wait up to `wait` seconds for it."""
+
+    wait: float = 0.0
+
+
+class ControlRoutes:
+    """Rewards over HTTP, and sessions for agents from outside."""
+
+    reward = raw(
+        "POST", f"{SESSION}/reward", "node", summary="Give a reward to a session or a part of it", body=GiveReward,
+        again="sets the reward of what it names", answers={JSON: (Rewarded,)}, errors=_ERRORS,
+    )  # fmt: skip
+    end = raw(
+        "POST", f"{SESSION}/end", "node", summary="End a session that was taken from the feed", body=EndSession,
+        again="the first end counts, and its outcome is repeated", answers={JSON: (Ended,)}, errors=_ERRORS,
+    )  # fmt: skip
+    sessions = raw(
+        "POST", "/sessions", "node", summary="Take one task, if one comes in time", body=TakeTask, waits=True,
+        again="a task whose agent does not end it is played again after its deadline",
+        answers={JSON: (OutsideTask,)}, errors=_ERRORS, optional=True,
+    )  # fmt: skip
+    feed = raw(
+        "GET", "/feed", "node", summary="A stream of tasks, one JSON object a line, as slots become free", waits=True,
+        answers={NDJSON: (OutsideTask,)}, errors=_ERRORS, query=("capacity", "playing"),
+    )  # fmt: skip
 
 
 class Control:

@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 
 from rillflow.errors import QueueFull
-from rillflow.gateway.failures import CallRefused
+from rillflow.gateway.shapes import CallRefused
 from rillflow.types import Prompt
 
 MOST_ASKERS = 1024

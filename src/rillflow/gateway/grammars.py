@@ -20,9 +20,9 @@ import msgspec
 from llguidance.gbnf_to_lark import any_to_lark
 
 from rillflow.engine.requests import llguidance_grammar
-from rillflow.gateway.failures import CallRefused
 from rillflow.gateway.reading.reasoning import ReasoningFormat
 from rillflow.gateway.reading.tools import Json, Matching, Maybe, Piece, ToolFormat, Until
+from rillflow.gateway.shapes import CallRefused
 from rillflow.gateway.trees.render import Renderer
 from rillflow.types import Grammar
 

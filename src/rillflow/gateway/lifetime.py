@@ -21,8 +21,8 @@ from typing import Any
 from rillflow.contracts import Clock
 from rillflow.errors import EngineError, RillflowError
 from rillflow.gateway.answers import Answer
-from rillflow.gateway.failures import CallRefused, session_gone, session_late
 from rillflow.gateway.sessions.session import Session
+from rillflow.gateway.shapes import CallRefused, session_gone, session_late
 from rillflow.wire.messages import Request, Send, Stream
 
 QUIET = 10.0

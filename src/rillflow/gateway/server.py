@@ -22,24 +22,24 @@ from rillflow.contracts import Clock, SystemClock
 from rillflow.errors import ConfigError, RillflowError, Unauthorized
 from rillflow.gateway import lifetime
 from rillflow.gateway.answers import Answer
-from rillflow.gateway.calls import Call, Policy, begin_in_thread
+from rillflow.gateway.calls import SHORT, SHORT_BODY, Call, Policy, TextThreads, begin_in_thread, refuse_too_long
 from rillflow.gateway.dialects import (
+    ASKING,
     DIALECTS,
+    AgentRoutes,
     Dialect,
     chat,
     dialect_of,
+    in_session,
     listed_models,
     messages,
     responses,
     shown_model,
 )
 from rillflow.gateway.dialects.openai import overruled
-from rillflow.gateway.failures import CallRefused
-from rillflow.gateway.long_texts import SHORT, SHORT_BODY, TextThreads, refuse_too_long
-from rillflow.gateway.routes import ASKING, AgentRoutes, in_session
 from rillflow.gateway.sessions.events import SessionLog
 from rillflow.gateway.sessions.session import Session, Sessions
-from rillflow.gateway.shapes import CountAnswer, ResponsesCount
+from rillflow.gateway.shapes import CallRefused, CountAnswer, ResponsesCount
 from rillflow.gateway.trees.matching import Place, answer_of, following
 from rillflow.gateway.trees.messages import Message
 from rillflow.gateway.trees.template import Tools

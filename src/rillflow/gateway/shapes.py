@@ -1,4 +1,8 @@
-"""The answers of the gateway's routes as structs. Dialects build them, and the description of the routes shows them."""
+"""The answers of the gateway's routes as structs, and errors of calls.
+
+Dialects build the structs, and the description of the routes shows them. Each dialect writes errors in the shape of its
+provider.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +10,28 @@ from typing import Any, Literal
 
 import msgspec
 
+from rillflow.errors import RillflowError
+
 Unset = msgspec.UnsetType
+
+
+class CallRefused(RillflowError):
+    """A call that cannot be served. `code` and `param` are as in OpenAI's errors; `status` is the HTTP status."""
+
+    def __init__(self, message: str, *, status: int = 400, code: str | None = None, param: str | None = None) -> None:
+        super().__init__(message)
+        self.status = status
+        self.code = code
+        self.param = param
+
+
+def session_gone(session: str) -> CallRefused:
+    return CallRefused(f"session {session!r} is not open", status=404, code="session_not_found")
+
+
+def session_late(session: str) -> CallRefused:
+    return CallRefused(f"the deadline of session {session!r} has passed", status=504, code="deadline_exceeded")
+
 
 # ---------------------------------------------------------------- OpenAI
 

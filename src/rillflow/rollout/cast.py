@@ -17,7 +17,7 @@ from rillflow.config import Recipe, SamplingConfig
 from rillflow.contracts import Clock
 from rillflow.gateway.calls import Policy
 from rillflow.gateway.feed import Feed
-from rillflow.gateway.sampling.node_engines import NodeEngines
+from rillflow.gateway.node_engines import NodeEngines
 from rillflow.gateway.server import Gateway
 from rillflow.gateway.sessions.events import SessionLog
 from rillflow.gateway.trees.render import load_renderer

@@ -23,10 +23,10 @@ from rillflow.config.rollout import RolloutConfig
 from rillflow.config.tracebacks import short
 from rillflow.contracts import Clock
 from rillflow.errors import RewardError, RillflowError, WorkflowError
-from rillflow.gateway.failures import CallRefused
 from rillflow.gateway.feed import EndSession
 from rillflow.gateway.server import Gateway, anthropic_url
 from rillflow.gateway.sessions.session import Session
+from rillflow.gateway.shapes import CallRefused
 from rillflow.gateway.trees.record import SessionRecord
 from rillflow.rollout.episode import MOST_METRICS, EpisodeFailed, Give, Reward, RunningEpisode, Surroundings, score
 from rillflow.rollout.players import NotTaken, OutsidePlayer, Played, Player

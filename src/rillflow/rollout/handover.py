@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 
 from rillflow.contracts import Clock, SystemClock
 from rillflow.errors import WeightsError
-from rillflow.gateway.sampling.node_engines import NodeEngines
+from rillflow.gateway.node_engines import NodeEngines
 from rillflow.rollout.episodes import Episodes
 from rillflow.types import Probe
 

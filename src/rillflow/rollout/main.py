@@ -17,16 +17,15 @@ from rillflow.contracts import SystemClock
 from rillflow.errors import RunError
 from rillflow.gateway.control import Control
 from rillflow.gateway.feed import Feed
-from rillflow.gateway.sampling.manager import add_engine_routes
-from rillflow.gateway.sampling.node_engines import NodeEngines, node_engines
+from rillflow.gateway.node_engines import NodeEngines, node_engines
+from rillflow.gateway.rollout_manager import add_engine_routes
 from rillflow.gateway.server import Gateway
 from rillflow.gateway.sessions.session import Session
 from rillflow.gateway.sessions.session_log import FileSessionLog
 from rillflow.rollout.cast import Cast, build_gateway, open_cast
 from rillflow.rollout.episodes import Episodes
 from rillflow.rollout.handover import Handover
-from rillflow.rollout.leaving import Departure
-from rillflow.rollout.node import Node
+from rillflow.rollout.node import Departure, Node
 from rillflow.rollout.push import FailureSender, Pusher
 from rillflow.rollout.rewards import LateRewards
 from rillflow.storage import read_json, startup, write_json

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -18,10 +18,9 @@ from rillflow.clients.dataflow import DataflowClient
 from rillflow.config.rollout import RolloutConfig
 from rillflow.contracts import Clock, SystemClock
 from rillflow.errors import RillflowError, RunError
-from rillflow.gateway.sampling.node_engines import NodeEngines
+from rillflow.gateway.node_engines import NodeEngines
 from rillflow.gateway.sessions.session import Session
 from rillflow.rollout.episodes import Episodes
-from rillflow.rollout.leaving import Departure
 from rillflow.types import Heartbeat, HeartbeatReply, LeaseTasks, LeaveRun, new_attempt
 
 log = logging.getLogger(__name__)
@@ -33,6 +32,31 @@ SOON, PULL_WAIT = 0.02, 0.32
 ROSTER_WAIT = 0.25  # of a question of a node whose engines pull by themselves: it tells what they served when it began
 HEARTBEAT_EVERY = 2.0
 GOODBYE = 10.0  # seconds that the last word of a node that leaves may take
+
+
+class Departure:
+    """The deadline of a node that leaves, because it was retired or its process was asked to stop. The earliest one
+    counts; `on_change` is called when it changes."""
+
+    def __init__(self, clock: Clock | None = None) -> None:
+        self.on_change: Callable[[], None] = lambda: None
+        self._clock = clock or SystemClock()
+        self._at = math.inf
+
+    @property
+    def begun(self) -> bool:
+        return self._at < math.inf
+
+    @property
+    def left(self) -> float:
+        """Seconds left for running episodes; infinite for a node that stays."""
+        return max(0.0, self._at - self._clock.monotonic())
+
+    def within(self, seconds: float) -> None:
+        at = self._clock.monotonic() + seconds
+        if at < self._at:
+            self._at = at
+            self.on_change()
 
 
 class Node:

@@ -18,16 +18,18 @@ from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from rillflow.clients.joining import Joined, join, token_of
 from rillflow.clients.ledgers import connect
 from rillflow.config import Recipe
 from rillflow.errors import ConfigError, RunError
-from rillflow.rollout.leaving import Departure
 from rillflow.runtime.folder import RunFolder
 from rillflow.runtime.process import STOPPED, GiveUp, LoopWatchdog, leave, prepare, run_until_signal
 from rillflow.types import TokenScope
+
+if TYPE_CHECKING:
+    from rillflow.rollout.node import Departure
 
 log = logging.getLogger(__name__)
 
@@ -86,7 +88,7 @@ def engine_joined(options: JoinOptions) -> int:
 
 def unit_joined(options: JoinOptions) -> int:
     """Run a storage unit, which keeps acknowledged rows in `options.cache`."""
-    from rillflow.dataflow.units.service import serve_unit
+    from rillflow.dataflow.storage_unit import serve_unit
 
     name = _start(options.name or f"unit-{_host_name()}")
     _check_reachable(options, "a storage unit keeps what it has acknowledged")
@@ -228,6 +230,7 @@ def _use_threads(recipe: Recipe) -> None:
 
 async def _play(name: str, joined: Joined, options: JoinOptions, folder: Path) -> int:
     from rillflow.rollout.main import run_node
+    from rillflow.rollout.node import Departure
 
     recipe = _with_episodes(joined.recipe, options.episodes)
     _check_code(recipe)

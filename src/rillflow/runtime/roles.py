@@ -90,7 +90,7 @@ def unit_role(folder: RunFolder, name: str, *, ledger: int = 0) -> int:
     _check_name(name)
     _check_ledger(recipe, ledger)
     startup.report_to(folder.root, name, "importing")
-    from rillflow.dataflow.units.service import serve_unit
+    from rillflow.dataflow.storage_unit import serve_unit
 
     async def main() -> None:
         await serve_unit(
@@ -281,8 +281,8 @@ def _one_rank(folder: RunFolder, policy: str, place: Place, playing: frozenset[i
     if place.rank == 0:  # it speaks for all ranks
         startup.report_to(folder.root, name, "importing torch")
     from rillflow.trainer.main import Access, run_trainer
+    from rillflow.trainer.parallel import GivenUp, PeerLost
     from rillflow.trainer.parallel.launch import LEFT_ALONE
-    from rillflow.trainer.parallel.peers import GivenUp, PeerLost
     from rillflow.trainer.stream import NoBatch
 
     recipe = folder.recipe

@@ -39,7 +39,7 @@ from safetensors import SafetensorError, safe_open
 from rillflow.errors import CheckpointError, CorruptData
 from rillflow.storage import disk_errors
 from rillflow.trainer.background import DEADLINE, BackgroundWriter, HostCopy, collect, hand_in
-from rillflow.trainer.parallel.peers import Alone, Peers, share
+from rillflow.trainer.parallel import Alone, Peers, share
 from rillflow.types.base import json_decoder
 from rillflow.weights import sealed
 from rillflow.weights.codec import encode

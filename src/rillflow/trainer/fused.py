@@ -15,7 +15,7 @@ import torch
 
 from rillflow import kernels
 from rillflow.kernels import layers
-from rillflow.trainer.attention.backends import check
+from rillflow.trainer.attention import check
 from rillflow.trainer.attention.forest import Joined
 from rillflow.trainer.attention.kernels import Heads
 

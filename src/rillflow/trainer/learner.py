@@ -24,7 +24,7 @@ from rillflow.config import TrainerConfig
 from rillflow.trainer.batches import Databuffer, joined
 from rillflow.trainer.metrics import Totals
 from rillflow.trainer.packing import MicroBatch, idle, micro_batches
-from rillflow.trainer.parallel.peers import Peers
+from rillflow.trainer.parallel import Peers
 from rillflow.trainer.utilisation import Work, peak
 from rillflow.weights.models import DTYPES
 

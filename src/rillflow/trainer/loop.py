@@ -45,7 +45,7 @@ from rillflow.errors import LeaseLost, RillflowError, RunError
 from rillflow.storage import startup
 from rillflow.storage.spans import NoSpans, Spans
 from rillflow.trainer.checkpoint import Checkpoints, State, random_state, restore_random
-from rillflow.trainer.parallel.peers import Alone, Peers, RunOver, Stopped
+from rillflow.trainer.parallel import Alone, Peers, RunOver, Stopped
 from rillflow.trainer.process import StepProfiler
 from rillflow.trainer.publisher import Publisher, Retention, ShardPublisher
 from rillflow.trainer.stream import Parts, StepRecord, Stream

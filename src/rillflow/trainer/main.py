@@ -33,9 +33,9 @@ from rillflow.trainer.checkpoint import Checkpoints
 from rillflow.trainer.graph.builtin import Mode
 from rillflow.trainer.loop import StepReport, TrainerLoop
 from rillflow.trainer.offload import OffloadingGenerator
+from rillflow.trainer.parallel import Peers
 from rillflow.trainer.parallel.distributed import connect, device_of
 from rillflow.trainer.parallel.launch import Place
-from rillflow.trainer.parallel.peers import Peers
 from rillflow.trainer.process import StepProfiler, prepare_torch, stops_on_signal
 from rillflow.trainer.remote_stream import RemoteStream
 from rillflow.trainer.stream import RankStream, Stream
@@ -43,8 +43,8 @@ from rillflow.weights import FolderStore
 from rillflow.weights.delta import Ahead
 from rillflow.weights.manifest import key_of
 from rillflow.weights.models import DTYPES
+from rillflow.weights.transport.object_store import uploader
 from rillflow.weights.transport.serve import FolderShelf, WeightService
-from rillflow.weights.transport.upload import uploader
 from rillflow.wire import LoopThread, Service
 from rillflow.wire.blocking import keep_what_is_there
 from rillflow.wire.tokens import Keyring, scoped_token

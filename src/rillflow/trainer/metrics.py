@@ -23,7 +23,7 @@ from rillflow.errors import GraphError
 from rillflow.trainer.algorithms.common import ratio
 from rillflow.trainer.batches import Rows, split_key
 from rillflow.trainer.packing import MicroBatch
-from rillflow.trainer.parallel.peers import Peers
+from rillflow.trainer.parallel import Peers
 from rillflow.types import KeptTokens
 
 if TYPE_CHECKING:

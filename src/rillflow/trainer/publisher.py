@@ -28,7 +28,7 @@ import torch
 
 from rillflow.errors import CorruptData, RillflowError, WeightsError
 from rillflow.trainer.background import DEADLINE, BackgroundWriter, HostCopy, collect, hand_in
-from rillflow.trainer.parallel.peers import Peers
+from rillflow.trainer.parallel import Peers
 from rillflow.trainer.parallel.sharding import Shards
 from rillflow.weights import FolderStore, delta_file, sealed
 from rillflow.weights.codec import Adapter, encode, unique

@@ -24,9 +24,8 @@ from rillflow.trainer.graph.builtin import Mode, chain_of
 from rillflow.trainer.graph.worker import Worker
 from rillflow.trainer.learner import Learner
 from rillflow.trainer.optimizer import Optimizer
-from rillflow.trainer.parallel.loading import load_shards
-from rillflow.trainer.parallel.peers import Peers
-from rillflow.trainer.parallel.sharding import decoder_layers, shard
+from rillflow.trainer.parallel import Peers
+from rillflow.trainer.parallel.sharding import decoder_layers, load_shards, shard
 from rillflow.weights.models import load_policy_model, load_scalar_model, pick_device, rotary_limit
 
 if TYPE_CHECKING:

@@ -26,7 +26,7 @@ from rillflow.contracts import Clock, Generator
 from rillflow.errors import CorruptData, DeadlineExceeded, LeaseLost
 from rillflow.storage.spans import NoSpans, Spans
 from rillflow.trainer.batches import Part, no_rows, nothing_staged
-from rillflow.trainer.parallel.peers import Alone, Peers, RunOver, Stopped
+from rillflow.trainer.parallel import Alone, Peers, RunOver, Stopped
 from rillflow.types import Batch, BatchReply, KeptTokens, Probe, TrainerJoined
 
 if TYPE_CHECKING:

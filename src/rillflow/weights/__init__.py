@@ -1,11 +1,10 @@
 """Weights on disk and in memory: immutable versions of a policy, their transport to nodes, and loading models.
 
-manifest     what a store's files say: manifests, the line, signatures, the sources that readers use
+manifest     what a store's files say: manifests, the line, signatures; the cheapest chain to a version; sources
 sealed       folders whose files appear together, by one rename
 codec        tensors to bytes and back, shared tensors once; low-rank adapters
 delta        bit-exact deltas of tensors; fingerprint: sums that follow a change
 store        the weight store that a trainer writes; folder: as its readers see it; previous: the last version
-route        the cheapest chain to a version, and which versions must stay
 pull         from the weights that a node holds to the newest; node_weights: a node's copy; refresh: engines on the head
 probe        log-probs that an engine must reproduce before it serves a version
 updates      which engines update when, and what a joining process must know

@@ -1,4 +1,4 @@
-"""The metadata of a weight store, its signatures, and the protocol of the sources that readers get files from.
+"""The metadata of a weight store, its signatures, the routes from version to version, and the protocol of the sources.
 
     v00000012/manifest.json    a version's tensors and files
     head.json                  the line: the live version, and the files that lead to it
@@ -11,6 +11,11 @@ Signatures are HMAC-SHA256 of canonical JSON, with a key derived from the node's
 that this run's trainer published a version, whatever carried the files: the manifest is signed and holds the hashes of
 all files. Without a key only hashes are checked. Not protected against: holders of that token; a carrier that shows an
 outdated line, or the versions of another policy of the same run.
+
+A route starts from the version that a reader holds, or from a whole version, and applies deltas. A version has at most
+one delta, so one chain of deltas ends at it, and a route begins somewhere on this chain. Invariant: if a version stays
+in the store, everything that it is built from stays: the whole version at the start of its chain, every delta since
+then, and the base of an adapter.
 """
 
 from __future__ import annotations
@@ -18,13 +23,13 @@ from __future__ import annotations
 import hashlib
 import hmac
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
-from typing import Annotated, Protocol, TypeVar
+from typing import Annotated, Literal, NamedTuple, Protocol, TypeVar
 
 import msgspec
 
-from rillflow.errors import CorruptData
+from rillflow.errors import CorruptData, WeightsError
 from rillflow.types import Probe
 from rillflow.types.base import json_decoder
 from rillflow.weights.sealed import FILE_NAME, FileFacts, Manifest
@@ -36,6 +41,7 @@ Fingerprint = Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{16}$")]
 
 
 FOLDER_NAME = re.compile(r"v(\d{8,})")
+Mode = Literal["auto", "full", "delta"]
 
 
 def folder_name(version: int) -> str:
@@ -207,3 +213,105 @@ class WeightSource(Protocol):
         """Release the version's files: this reader no longer needs them."""
 
     async def close(self) -> None: ...
+
+
+# ---------------------------------------------------------------- routes
+
+
+class Route(NamedTuple):
+    """The whole version `snapshot` (None: the version that the reader holds), then the deltas of `deltas`, in order."""
+
+    snapshot: int | None
+    deltas: tuple[int, ...]
+    bytes: int
+
+
+def route(entries: Mapping[int, Entry], have: int | None, want: int, mode: Mode = "auto") -> Route:
+    """Return the route from `have` (None: nothing) to `want` with the fewest bytes.
+
+    With mode `delta` it starts from `have` if that is possible, with mode `full` never, and then it has as few deltas
+    as possible. Raises WeightsError if no route exists.
+    """
+    if have == want:
+        return Route(None, (), 0)
+    ways = list(_ways(entries, have if mode != "full" else None, want))
+    if not ways:
+        raise WeightsError(
+            f"no route leads to version {want} from {'nothing' if have is None else f'version {have}'}",
+            "the weight store has lost files that it needs: look at the newest line again, or restart the trainer, "
+            "which writes its version whole",
+        )
+    return min(ways, key=lambda way: _cost(way, mode))
+
+
+def _ways(entries: Mapping[int, Entry], have: int | None, want: int) -> Iterator[Route]:
+    """Yield the routes, walking the chain backwards from `want`."""
+    deltas: tuple[int, ...] = ()
+    cost, at = 0, want
+    while True:
+        if at == have:
+            yield Route(None, deltas, cost)
+        entry = entries.get(at)
+        if entry is None:
+            return
+        if entry.full_bytes:
+            yield Route(at, deltas, cost + entry.full_bytes)
+        # Lines come from outside: an entry that does not lead back must not cause an endless loop.
+        if not entry.delta_bytes or entry.delta_of is None or entry.delta_of >= at:
+            return
+        deltas, cost, at = (at, *deltas), cost + entry.delta_bytes, entry.delta_of
+
+
+def _cost(way: Route, mode: Mode) -> tuple[int, ...]:
+    if mode == "delta":
+        return int(way.snapshot is not None), way.bytes, len(way.deltas)
+    return (len(way.deltas), way.bytes) if mode == "full" else (way.bytes, len(way.deltas))
+
+
+# ---------------------------------------------------------------- retention
+
+
+def in_reach(live: Collection[int], in_use: Collection[int], retain: int) -> set[int]:
+    """Return the live versions from the oldest that a node serves on: nodes catch up by their deltas.
+
+    At most the newest `retain`: a node that is further behind, or on an orphaned version, pulls a whole version.
+    """
+    used = [version for version in in_use if version in live]
+    return {version for version in sorted(live)[-retain:] if used and version >= min(used)}
+
+
+def with_needs(kept_versions: Collection[int], entries: Mapping[int, Entry], bases: Mapping[int, int]) -> set[int]:
+    """Return these versions and all versions that they are built from; `bases` are those of adapters."""
+    needed: set[int] = set()
+    ahead = list(kept_versions)
+    while ahead:
+        version = ahead.pop()
+        if version in needed:
+            continue
+        needed.add(version)
+        entry = entries.get(version)
+        if version in bases:
+            ahead.append(bases[version])
+        elif entry is not None and not entry.full_bytes and entry.delta_of is not None:
+            ahead.append(entry.delta_of)
+    return needed
+
+
+def kept_versions(
+    line: Line,
+    there: Collection[int],
+    bases: Mapping[int, int],
+    *,
+    keep: int,
+    protect: Collection[int],
+    in_use: Collection[int],
+    retain: int,
+) -> set[int]:
+    """Return the versions to keep, of those that are `there`: the head, the newest `keep` live ones, those in
+    `protect`, those by which nodes catch up, and the versions that all these are built from."""
+    live = sorted(version for version in there if version not in line.orphaned)
+    wanted = {*live[-keep:], *protect} if keep else set(protect)
+    wanted |= in_reach(live, in_use, retain)
+    if line.head is not None:
+        wanted.add(line.head)
+    return with_needs(wanted, line.entries, bases) & set(there)

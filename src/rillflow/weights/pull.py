@@ -23,9 +23,8 @@ from msgspec.structs import replace
 from rillflow.contracts import Clock, Deltas, Patch, SystemClock
 from rillflow.errors import ConfigError, CorruptData, RillflowError, WeightsError
 from rillflow.weights.codec import Adapter, merged, read_version
-from rillflow.weights.manifest import Entry, Line, VersionManifest, WeightSource
+from rillflow.weights.manifest import Entry, Line, Mode, Route, VersionManifest, WeightSource, route
 from rillflow.weights.node_weights import NodeWeights, Step
-from rillflow.weights.route import Mode, Route, route
 from rillflow.wire import in_thread
 
 if TYPE_CHECKING:

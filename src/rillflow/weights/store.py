@@ -32,8 +32,17 @@ from rillflow.storage import write_atomic
 from rillflow.weights import sealed
 from rillflow.weights.codec import Adapter, encode, tensor_facts, unique
 from rillflow.weights.folder import Folder
-from rillflow.weights.manifest import DELTA, HEAD, AdapterFacts, Line, VersionManifest, as_hexadecimal, signed
-from rillflow.weights.route import kept_versions, route
+from rillflow.weights.manifest import (
+    DELTA,
+    HEAD,
+    AdapterFacts,
+    Line,
+    VersionManifest,
+    as_hexadecimal,
+    kept_versions,
+    route,
+    signed,
+)
 
 if TYPE_CHECKING:
     from rillflow.contracts import Tensors

@@ -25,9 +25,8 @@ from rillflow.errors import BadRequest, DiskFull, RillflowError, RunError, Unaut
 from rillflow.types.base import msgpack_decoder
 from rillflow.types.routes import JSON, MSGPACK, Route
 from rillflow.wire.messages import Request, Response
-from rillflow.wire.openapi import describe
 from rillflow.wire.protocol import Connection, Listener
-from rillflow.wire.routing import Common, Gate, Routing, WrongMethod
+from rillflow.wire.routing import Common, Gate, Routing, WrongMethod, describe
 from rillflow.wire.tokens import Keyring, check_scope
 
 Body = TypeVar("Body")

@@ -23,7 +23,7 @@ from rillflow.trainer.graph.builtin import chain_of
 from rillflow.trainer.graph.worker import Pipeline, Step
 from rillflow.trainer.learner import Learner
 from rillflow.trainer.packing import MicroBatch
-from rillflow.trainer.parallel.peers import Alone
+from rillflow.trainer.parallel import Alone
 from rillflow.types import BatchSample, Row
 
 pytestmark = pytest.mark.oracle

@@ -198,7 +198,7 @@ async def test_long_rows_and_long_reads_are_asked_for_in_pieces(few, monkeypatch
     limit = 2 * places[1].length + 1
     monkeypatch.setattr("rillflow.clients.payloads.GET_LIMIT", limit)
     monkeypatch.setattr("rillflow.clients.payloads._RANGE_BYTES", limit)
-    monkeypatch.setattr("rillflow.dataflow.units.files.GET_LIMIT", limit)
+    monkeypatch.setattr("rillflow.dataflow.storage_unit.GET_LIMIT", limit)
     reader = few.reader(allow_map=False)
     found = await reader.read(places, ["tokens"])
     assert [len(one["tokens"]) for one in found] == [1, 900, 900, 900, 1, 2, 5000]

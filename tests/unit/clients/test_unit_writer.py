@@ -12,7 +12,7 @@ import pytest
 from units_support import TOKEN, few_units, row
 
 from rillflow.clients.units import LocalWriter, UnitWriter
-from rillflow.dataflow.units import FileUnit
+from rillflow.dataflow.storage_unit import FileUnit
 from rillflow.errors import BadRequest, DeadlineExceeded, DiskFull, StorageError, Unavailable, WireError
 from rillflow.types import Units
 from rillflow.wire.tokens import Keyring

@@ -11,8 +11,7 @@ import numpy as np
 
 from rillflow.clients.payloads import PayloadReader
 from rillflow.clients.units import UnitWriter
-from rillflow.dataflow.units import FileUnit
-from rillflow.dataflow.units.service import ServedUnit, UnitService
+from rillflow.dataflow.storage_unit import FileUnit, ServedUnit, UnitService
 from rillflow.types import COLUMNS, UnitBeat, UnitBeatReply, UnitInfo, Units
 
 TOKEN = "secret"

@@ -11,8 +11,8 @@ from dataflow_world import POLICY, RULES, UNIT, FakeClock, changed, prompts
 from rillflow.clients.dataflow import DataflowClient
 from rillflow.contracts import Clock, GroupReward, PromptSource
 from rillflow.dataflow.group_commit import Journal
-from rillflow.dataflow.hooks import Hooks
 from rillflow.dataflow.hooks.filters import ZeroVariance
+from rillflow.dataflow.hooks.running import Hooks
 from rillflow.dataflow.ledger.ledger import Ledger
 from rillflow.dataflow.service import DataflowService
 from rillflow.storage.trajectories import Bounds

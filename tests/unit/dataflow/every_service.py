@@ -22,15 +22,14 @@ from dataflow_world import POLICY, UNIT, FakeClock
 from rillflow.config import load_recipe
 from rillflow.dashboard.server import Dashboard
 from rillflow.dashboard.watched import WatchedRun
-from rillflow.dataflow.units import FileUnit
-from rillflow.dataflow.units.service import UnitService
+from rillflow.dataflow.storage_unit import FileUnit, UnitService
 from rillflow.engine.host import EngineHost
-from rillflow.engine.service import EngineService
+from rillflow.engine.remote import EngineService
 from rillflow.gateway import Gateway
 from rillflow.gateway.control import Control
+from rillflow.gateway.engine_pool import Fleet
 from rillflow.gateway.feed import Feed
-from rillflow.gateway.sampling.manager import RolloutManager, add_engine_routes
-from rillflow.gateway.sampling.pool import Fleet
+from rillflow.gateway.rollout_manager import RolloutManager, add_engine_routes
 from rillflow.runtime.folder import RunFolder
 from rillflow.storage import write_json
 from rillflow.types import AskTurn, UnitBeat, UnitBeatReply

@@ -20,8 +20,7 @@ from ledger_machine import NODES, WHO, LedgerMachine
 from dataflow_world import World, sample
 from ledger_moves import watch
 from rillflow.contracts import Group
-from rillflow.dataflow.hooks import Hooks
-from rillflow.dataflow.hooks.running import Beside, HookPending, HookTimeout, _Outcome
+from rillflow.dataflow.hooks.running import Beside, HookPending, Hooks, HookTimeout, _Outcome
 from rillflow.dataflow.ledger.ledger import Ledger
 from rillflow.errors import BadRequest, LeaseLost, RillflowError
 from rillflow.types import Ack, CompleteTask, JoinTrainer, LeaveRun, RetireNode, TaskLease

@@ -21,8 +21,8 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from dataflow_world import World, policies, prompts
 from rillflow.dataflow.audit import audit
-from rillflow.dataflow.hooks import Hooks
 from rillflow.dataflow.hooks.filters import ZeroVariance
+from rillflow.dataflow.hooks.running import Hooks
 from rillflow.dataflow.hooks.samplers import Replay
 from rillflow.dataflow.ledger.tables import NEWEST
 from rillflow.dataflow.report import status

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
 from dataflow_world import World, policies, prompts, sample
-from rillflow.dataflow.hooks import Hooks
 from rillflow.dataflow.hooks.filters import ZeroVariance
+from rillflow.dataflow.hooks.running import Hooks
 from rillflow.dataflow.hooks.samplers import Replay
 from rillflow.dataflow.ledger.database import Database
 from rillflow.errors import LeaseLost

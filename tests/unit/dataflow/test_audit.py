@@ -11,8 +11,8 @@ import pytest
 
 from dataflow_world import World, policies, prompts
 from rillflow.dataflow.audit import AuditReport, audit
-from rillflow.dataflow.hooks import Hooks
 from rillflow.dataflow.hooks.filters import ZeroVariance
+from rillflow.dataflow.hooks.running import Hooks
 from rillflow.dataflow.hooks.samplers import Replay
 from rillflow.dataflow.ledger.schema import FORMAT
 from rillflow.dataflow.ledger.states import MACHINES

@@ -19,9 +19,11 @@ import rillflow
 from dataflow_world import POLICY, UNIT, FakeClock
 from rillflow.config import load_recipe
 from rillflow.dashboard.server import DashboardRoutes
-from rillflow.engine.service import EngineRoutes
+from rillflow.engine.remote import EngineRoutes
 from rillflow.evaluate.endpoint import Forwarder, Upstream
-from rillflow.gateway.routes import AgentRoutes, ControlRoutes, EngineControlRoutes, in_session
+from rillflow.gateway.control import ControlRoutes
+from rillflow.gateway.dialects import AgentRoutes, in_session
+from rillflow.gateway.rollout_manager import EngineControlRoutes
 from rillflow.types import CommitStage, LeaseStage, Row, SampleColumns
 from rillflow.types.routes import MSGPACK, Dataflow, Route, StorageUnits, Updates, routes_of
 from rillflow.weights.transport.serve import WeightRoutes

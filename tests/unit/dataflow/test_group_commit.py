@@ -14,7 +14,7 @@ from dataflow_server import served
 from dataflow_world import POLICY, RULES, FakeClock, prompts
 from rillflow.clients.dataflow import DataflowClient
 from rillflow.dataflow.group_commit import GroupCommit, Journal
-from rillflow.dataflow.hooks import Hooks
+from rillflow.dataflow.hooks.running import Hooks
 from rillflow.dataflow.ledger.ledger import Ledger
 from rillflow.dataflow.service import DataflowService
 from rillflow.errors import RillflowError, StorageError

@@ -16,9 +16,9 @@ from dataflow_server import Served, served
 
 from dataflow_world import POLICY
 from rillflow.agents.rewards.base import GroupSum, Part
-from rillflow.dataflow import group_scorer
+from rillflow.dataflow import group_rewards
 from rillflow.dataflow.audit import audit
-from rillflow.dataflow.units import FileUnit
+from rillflow.dataflow.storage_unit import FileUnit
 from rillflow.types import CompleteTask, FinishedEpisode, SampleMeta, TaskLease, UnitBeat
 
 Group = Sequence[FinishedEpisode]
@@ -26,7 +26,7 @@ Group = Sequence[FinishedEpisode]
 
 @pytest.fixture(autouse=True)
 def short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(group_scorer, "FIRST_PAUSE", 0.01)
+    monkeypatch.setattr(group_rewards, "FIRST_PAUSE", 0.01)
 
 
 @pytest.fixture
@@ -132,7 +132,7 @@ async def test_one_that_stays_fails_the_episodes_with_the_line_once(
     def broken(group: Group) -> list[float]:
         return [1 / len(one.answer.strip("a")) for one in group]  # the reported line
 
-    with caplog.at_level(logging.WARNING, "rillflow.dataflow.group_scorer"):
+    with caplog.at_level(logging.WARNING, "rillflow.dataflow.group_rewards"):
         async with served(tmp_path, group_reward=of(broken), batch_groups=1) as run:
             group = await play(run, unit)
             await until(lambda: state(run, group) == "failed")

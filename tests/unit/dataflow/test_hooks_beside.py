@@ -10,7 +10,7 @@ from dataflow_server import served
 
 from dataflow_world import POLICY
 from rillflow.dataflow.audit import audit
-from rillflow.dataflow.hooks import Hooks
+from rillflow.dataflow.hooks.running import Hooks
 from rillflow.errors import RillflowError
 from rillflow.types import Heartbeat
 

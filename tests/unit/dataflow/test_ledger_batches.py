@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from dataflow_world import POLICY, RULES
-from rillflow.dataflow.hooks import Hooks
+from rillflow.dataflow.hooks.running import Hooks
 from rillflow.dataflow.hooks.samplers import EarliestDeadline, Fifo
 from rillflow.dataflow.report import status
 from rillflow.errors import BadRequest, LeaseLost, RunError

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from dataflow_world import POLICY, changed, policies, prompts, sample
-from rillflow.dataflow.hooks import Hooks
+from rillflow.dataflow.hooks.running import Hooks
 from rillflow.dataflow.report import status
 from rillflow.dataflow.rules import Rules
 from rillflow.errors import BadRequest, ConfigError

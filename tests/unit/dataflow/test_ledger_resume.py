@@ -8,7 +8,7 @@ import sqlite3
 import pytest
 
 from dataflow_world import changed, prompts, sample
-from rillflow.dataflow.hooks import Hooks
+from rillflow.dataflow.hooks.running import Hooks
 from rillflow.errors import CorruptData
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from dataflow_world import policies, prompts, sample
-from rillflow.dataflow.hooks import Hooks
 from rillflow.dataflow.hooks.filters import ZeroVariance
+from rillflow.dataflow.hooks.running import Hooks
 from rillflow.dataflow.hooks.samplers import Replay
 from rillflow.errors import BadRequest, LeaseLost
 from rillflow.types import RenewBatch

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from dataflow_world import POLICY, RULES, prompts, sample
-from rillflow.dataflow.hooks import Hooks
+from rillflow.dataflow.hooks.running import Hooks
 from rillflow.errors import BadRequest, LeaseLost
 from rillflow.types import Ack, Row
 

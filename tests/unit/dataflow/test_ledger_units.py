@@ -7,7 +7,7 @@ import math
 import pytest
 
 from dataflow_world import policies, prompts, sample
-from rillflow.dataflow.hooks import Hooks
+from rillflow.dataflow.hooks.running import Hooks
 from rillflow.errors import BadRequest, LeaseLost
 from rillflow.types import Row, UnitBeat, UnitInfo
 

@@ -22,7 +22,7 @@ from dataflow_world import POLICY, RULES, UNIT, changed, prompts
 from rillflow.clients.dataflow import DataflowClient
 from rillflow.clients.ledgers import Ledgers
 from rillflow.dataflow.audit import audit_all
-from rillflow.dataflow.hooks import Hooks
+from rillflow.dataflow.hooks.running import Hooks
 from rillflow.dataflow.ledger.ledger import Ledger
 from rillflow.errors import RillflowError, Unavailable
 from rillflow.types import (

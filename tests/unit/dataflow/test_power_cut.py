@@ -15,7 +15,7 @@ import pytest
 
 from dataflow_world import POLICY, World, prompts
 from power_cut import Disk
-from rillflow.dataflow.units import FileUnit
+from rillflow.dataflow.storage_unit import FileUnit
 from rillflow.errors import CorruptData
 from rillflow.storage.records import Place
 from rillflow.storage.segments import segment_numbers

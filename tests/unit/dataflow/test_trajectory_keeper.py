@@ -23,8 +23,8 @@ from dataflow_world import POLICY, RULES, changed, prompts
 from kept_trajectories import token_path, trajectory
 from rillflow.dataflow import trajectory_keeper
 from rillflow.dataflow.kept_episodes import KeptEpisode, KeptSample, chosen, marked
+from rillflow.dataflow.storage_unit import FileUnit
 from rillflow.dataflow.trajectory_keeper import of_samples
-from rillflow.dataflow.units import FileUnit
 from rillflow.storage.trajectories import LEAST_BYTES, Bounds, Trajectories
 from rillflow.storage.trajectory_format import FILE, KINDS, encode_body
 from rillflow.types import (

@@ -9,8 +9,7 @@ import pytest
 
 from dataflow_world import UNIT, sample
 from rillflow.clients.units import LocalWriter
-from rillflow.dataflow.units import FileUnit
-from rillflow.dataflow.units.service import UnitService
+from rillflow.dataflow.storage_unit import FileUnit, UnitService
 from rillflow.storage.segments import segment_numbers
 from rillflow.types import UnitBeat, UnitInfo
 
@@ -101,7 +100,7 @@ def test_a_row_that_a_stage_worker_may_still_report_stays(make_world):
 
 async def test_a_writer_that_was_killed_leaves_nothing_for_ever(tmp_path, world, monkeypatch):
     """With a real unit: its segments are found at its start, and the file is gone in the end."""
-    monkeypatch.setattr("rillflow.dataflow.units.service.FIND_SECONDS", 0.01)
+    monkeypatch.setattr("rillflow.dataflow.storage_unit.FIND_SECONDS", 0.01)
     FileUnit(tmp_path / "unit", UNIT).close()
     dead = LocalWriter(tmp_path / "unit")
     dead.put([{"tokens": np.arange(8, dtype=np.int32)}])

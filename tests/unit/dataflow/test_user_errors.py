@@ -9,7 +9,7 @@ import msgspec
 from dataflow_world import World
 from rillflow.contracts import Group
 from rillflow.dataflow import report
-from rillflow.dataflow.hooks import Hooks
+from rillflow.dataflow.hooks.running import Hooks
 from rillflow.dataflow.ledger import nodes
 from rillflow.types import FailTask, TaskLease, UserError
 

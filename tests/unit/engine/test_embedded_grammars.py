@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 import torch
 
-from rillflow.engine.embedded import grammars
-from rillflow.engine.embedded.exact import Reading, logprob
+from rillflow.engine.embedded import sampling
+from rillflow.engine.embedded.forward import Reading, logprob
 from rillflow.engine.requests import Progress
 from rillflow.errors import BadRequest, EngineError, EngineLost
 from rillflow.gateway.grammars import of_choices, of_lark, of_regex, of_schema
@@ -178,7 +178,7 @@ async def test_a_cut_answer_goes_on_elsewhere_as_the_same_draw(kit: Any, prompt:
 async def test_grammars_are_kept_compiled_up_to_a_bound(
     kit: Any, prompt: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(grammars, "_COMPILED", 2)
+    monkeypatch.setattr(sampling, "_COMPILED", 2)
     async with constrained(kit) as engine:
         for letter in "abcab":
             answer = await kit.ask(engine, prompt, grammar=of_choices([letter], "c"), **PLAIN)

@@ -14,8 +14,7 @@ import pytest
 from counting_engine import CountingEngine, expected, request, until
 from rillflow.engine import remote as module
 from rillflow.engine.host import EngineHost
-from rillflow.engine.remote import RemoteEngine
-from rillflow.engine.service import KEEP_ALIVE, EngineService, Frame, Hold, encode
+from rillflow.engine.remote import KEEP_ALIVE, EngineService, Frame, Hold, RemoteEngine, encode
 from rillflow.errors import BadRequest, ContextOverflow, EngineLost, QueueFull
 from rillflow.types import Chunk
 

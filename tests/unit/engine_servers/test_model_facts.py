@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from rillflow.contracts import Change, Patch
-from rillflow.engine.servers.facts import ModelFacts, model_facts
+from rillflow.engine.servers.weights import ModelFacts, model_facts
 from rillflow.errors import ConfigError, WeightsError
 from rillflow.weights.models import load_policy_model
 

@@ -15,10 +15,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rillflow.contracts import Change
-from rillflow.engine.servers import ModelFacts, Tainted, updates
-from rillflow.engine.servers.facts import check_layout, verify
+from rillflow.engine.servers import ModelFacts, Tainted, weights
 from rillflow.engine.servers.inside.rillflow_weights import Place, RillflowWorker, _is_all, _scatter, _sums
-from rillflow.engine.servers.updates import lay_changes, lay_whole
+from rillflow.engine.servers.weights import check_layout, lay_changes, lay_whole, verify
 from rillflow.errors import ConfigError
 from rillflow.weights import codec
 from rillflow.weights.fingerprint import fingerprint
@@ -216,7 +215,7 @@ def test_changes_in_several_files_find_their_places(monkeypatch: pytest.MonkeyPa
 
 
 def test_what_a_dead_process_has_left_in_memory_is_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(updates, "_SHARED_MEMORY", tmp_path)
+    monkeypatch.setattr(weights, "_SHARED_MEMORY", tmp_path)
     left, young, foreign = tmp_path / "rillflow-1-a", tmp_path / "rillflow-1-b", tmp_path / "other-1-c"
     for folder in (left, young, foreign):
         folder.mkdir()

@@ -14,10 +14,9 @@ from test_weights_inside import Ranks
 from rillflow.config.policy import EngineConfig, ServerConfig
 from rillflow.contracts import DecodesDeltas, Deltas
 from rillflow.engine.servers import ModelFacts, Tainted
-from rillflow.engine.servers.facts import check_layout
 from rillflow.engine.servers.inside.rillflow_weights import RillflowWorker
-from rillflow.engine.servers.updates import DeltaUpdate
-from rillflow.engine.vllm import VllmEngine
+from rillflow.engine.servers.vllm import VllmEngine
+from rillflow.engine.servers.weights import DeltaUpdate, check_layout
 from rillflow.errors import EngineError, WeightsError
 from rillflow.weights import delta_file
 from rillflow.weights.delta_file import Part, piece_of

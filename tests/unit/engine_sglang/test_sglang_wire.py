@@ -20,10 +20,10 @@ from counting_engine import until
 from drawn_from import GRID, drawn_from
 from rillflow.config.policy import EngineConfig, ServerConfig
 from rillflow.contracts import Change, Patch
-from rillflow.engine.servers.facts import model_facts
 from rillflow.engine.servers.inside.rillflow_sglang import ORDERS, Cuts, answer_name
-from rillflow.engine.sglang import SglangEngine
-from rillflow.engine.sglang.server import KEY, generate_body
+from rillflow.engine.servers.sglang import SglangEngine
+from rillflow.engine.servers.sglang_server import KEY, generate_body
+from rillflow.engine.servers.weights import model_facts
 from rillflow.errors import ConfigError, ContextOverflow, EngineError, EngineLost, WeightsError
 from rillflow.types import Chunk, GenerateRequest, Grammar, Probe, Sampling
 from rillflow.weights.fingerprint import fingerprint
@@ -334,7 +334,7 @@ async def test_a_refusal_of_weights_changes_no_version(server: tuple[Recorded, S
 
 
 def test_a_server_elsewhere_or_without_orders_is_refused(tmp_path: Path) -> None:
-    from rillflow.engine.sglang.server import running_server
+    from rillflow.engine.servers.sglang_server import running_server
 
     with pytest.raises(ConfigError, match="loopback"):
         running_server(settings("http://10.0.0.8:30000", tmp_path))

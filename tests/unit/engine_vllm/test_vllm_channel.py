@@ -18,12 +18,11 @@ from counting_engine import until
 from rillflow.config.policy import EngineConfig
 from rillflow.engine.experts import unpack
 from rillflow.engine.servers.calls import is_scored, needs_both
-from rillflow.engine.servers.facts import ModelFacts
 from rillflow.engine.servers.inside import rillflow_channel
 from rillflow.engine.servers.inside.rillflow_channel import PATH, SHUT, TOKEN, Channel
-from rillflow.engine.vllm import VllmEngine
-from rillflow.engine.vllm.engine import _Chosen
-from rillflow.engine.vllm.server import ChannelClient
+from rillflow.engine.servers.vllm import VllmEngine, _Chosen
+from rillflow.engine.servers.vllm_server import ChannelClient
+from rillflow.engine.servers.weights import ModelFacts
 from rillflow.errors import EngineError, EngineLost
 from rillflow.types import Grammar, Sampling
 

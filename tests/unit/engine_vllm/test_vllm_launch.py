@@ -14,10 +14,10 @@ from model_families import build
 from rillflow.config import PolicyConfig, TrainerConfig
 from rillflow.config.policy import EngineConfig, ServerConfig
 from rillflow.engine.build import build_engine
-from rillflow.engine.servers.facts import model_facts
+from rillflow.engine.servers import vllm_server as server
 from rillflow.engine.servers.inside.rillflow_channel import SHUT, TOKEN
-from rillflow.engine.vllm import VllmEngine, server
-from rillflow.engine.vllm.engine import _seed
+from rillflow.engine.servers.vllm import VllmEngine, _seed
+from rillflow.engine.servers.weights import model_facts
 from rillflow.errors import ConfigError, EngineLost
 from rillflow.types import GenerateRequest, Sampling
 

@@ -15,9 +15,9 @@ from gateway_support import CHATML, ScriptedEngine, make_renderer, says
 from rillflow.config import SamplingConfig
 from rillflow.gateway import Gateway, Policy
 from rillflow.gateway.control import Control
+from rillflow.gateway.engine_pool import Fleet
 from rillflow.gateway.feed import Feed
-from rillflow.gateway.sampling.manager import RolloutManager, add_engine_routes
-from rillflow.gateway.sampling.pool import Fleet
+from rillflow.gateway.rollout_manager import RolloutManager, add_engine_routes
 
 TOKEN = "the-run-token"
 

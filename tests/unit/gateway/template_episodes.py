@@ -18,8 +18,8 @@ from transformers import PreTrainedTokenizerFast
 
 from rillflow.dataflow.sources.benchmarks import data_folder
 from rillflow.gateway.calls import Policy
+from rillflow.gateway.reading import Read, Reader
 from rillflow.gateway.reading.incremental import Detokeniser
-from rillflow.gateway.reading.reader import Read, Reader
 from rillflow.gateway.reading.reasoning import Thought
 from rillflow.gateway.reading.tools import ParsedCall, offered
 from rillflow.gateway.trees.matching import Place

@@ -16,7 +16,7 @@ from counting_engine import CountingEngine
 from rillflow.config import SamplingConfig
 from rillflow.engine.host import EngineHost
 from rillflow.gateway import Gateway, Policy
-from rillflow.gateway.sampling.pool import EnginePool, Fleet
+from rillflow.gateway.engine_pool import EnginePool, Fleet
 from rillflow.types import Chunk, GenerateRequest
 from tiny_policy import tiny_renderer
 

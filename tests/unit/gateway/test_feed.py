@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from rillflow.errors import QueueFull
 from rillflow.gateway import feed as module
-from rillflow.gateway.failures import CallRefused
 from rillflow.gateway.feed import Asker, EndSession, Feed, Offer, OutsideTask
+from rillflow.gateway.shapes import CallRefused
 from rillflow.types import Prompt
 from soak import repetitions
 

@@ -11,9 +11,8 @@ import pytest
 
 from counting_engine import CountingEngine, request, until
 from rillflow.engine.host import EngineHost
-from rillflow.engine.remote import RemoteEngine
-from rillflow.engine.service import EngineService
-from rillflow.gateway.sampling.pool import PROBE_EVERY, EnginePool, Fleet
+from rillflow.engine.remote import EngineService, RemoteEngine
+from rillflow.gateway.engine_pool import PROBE_EVERY, EnginePool, Fleet
 from rillflow.types import Chunk, EngineInfo
 
 TOKEN = "t" * 32

@@ -17,7 +17,7 @@ from serving import TOKEN, add_control
 from rillflow.config import GatewayConfig, SamplingConfig
 from rillflow.gateway import Gateway, Policy
 from rillflow.gateway.dialects.openai import Distortions
-from rillflow.gateway.failures import CallRefused
+from rillflow.gateway.shapes import CallRefused
 from rillflow.types import Chunk, GenerateRequest
 from rillflow.wire import LoopThread
 from soak import repetitions

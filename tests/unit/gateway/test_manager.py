@@ -15,8 +15,8 @@ from rillflow.config.rollout import PauseConfig
 from rillflow.engine.build import build_engine
 from rillflow.engine.host import EngineHost
 from rillflow.errors import BadRequest, EngineLost
-from rillflow.gateway.sampling.manager import LEASE, RENEW, RolloutManager, add_engine_routes
-from rillflow.gateway.sampling.pool import EnginePool, Fleet
+from rillflow.gateway.engine_pool import EnginePool, Fleet
+from rillflow.gateway.rollout_manager import LEASE, RENEW, RolloutManager, add_engine_routes
 from rillflow.types import Chunk, EngineInfo, GenerateRequest, Sampling
 from rillflow.wire import Service
 

@@ -12,10 +12,10 @@ import torch
 from counting_engine import CountingEngine, request, until
 from rillflow.config.load import validate
 from rillflow.engine.host import EngineHost
-from rillflow.engine.service import EngineService
+from rillflow.engine.remote import EngineService
 from rillflow.errors import Unavailable
-from rillflow.gateway.sampling import node_engines as module
-from rillflow.gateway.sampling.node_engines import NodeEngines, node_engines
+from rillflow.gateway import node_engines as module
+from rillflow.gateway.node_engines import NodeEngines, node_engines
 from rillflow.types import AskTurn, Engines, LookEngines, TurnReply
 from rillflow.weights.models import load_policy_model
 from rillflow.weights.store import FolderStore

@@ -12,8 +12,8 @@ import pytest
 from counting_engine import CountingEngine, expected, request, until
 from rillflow.engine.host import EngineHost
 from rillflow.errors import ContextOverflow, EngineLost, QueueFull, Unavailable
-from rillflow.gateway.sampling import pool as module
-from rillflow.gateway.sampling.pool import EnginePool, Fleet
+from rillflow.gateway import engine_pool as module
+from rillflow.gateway.engine_pool import EnginePool, Fleet
 from rillflow.types import Chunk, EngineInfo, GenerateRequest, Sampling
 
 
@@ -317,7 +317,7 @@ class Fickle:
 
 async def test_calls_that_were_sent_away_often_have_not_failed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "_FIRST_PAUSE", 0.0)
-    monkeypatch.setattr("rillflow.gateway.sampling.pool.PROBE_EVERY", 0.001)
+    monkeypatch.setattr("rillflow.gateway.engine_pool.PROBE_EVERY", 0.001)
     fleet = Fleet([Fickle(["away"] * 10 + ["lost", "away", "lost"])])
     call = Call(EnginePool("p", fleet, context=4096), request())
     await call.ended()

@@ -7,7 +7,7 @@ from gateway_support import chunk, make_renderer, make_tokenizer
 from tokenizers import processors
 
 from rillflow.gateway import Renderer
-from rillflow.gateway.failures import CallRefused
+from rillflow.gateway.shapes import CallRefused
 from rillflow.gateway.trees.matching import Place, RawPlace
 from rillflow.gateway.trees.messages import message
 from rillflow.gateway.trees.record import samples, transcript

@@ -9,8 +9,8 @@ from gateway_support import make_renderer
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from rillflow.gateway.reading import TOOL_FORMATS, Read, Reader, reasoning_format
 from rillflow.gateway.reading.incremental import Detokeniser, StopStrings
-from rillflow.gateway.reading.reader import TOOL_FORMATS, Read, Reader, reasoning_format
 from rillflow.gateway.reading.reasoning import Think, Thought
 from rillflow.gateway.reading.tools import Offered, ParsedCall
 from soak import repetitions

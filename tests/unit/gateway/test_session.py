@@ -7,8 +7,8 @@ import pytest
 from rillflow.config import GatewayConfig
 from rillflow.errors import QueueFull, RunError
 from rillflow.gateway import Sessions
-from rillflow.gateway.failures import CallRefused
 from rillflow.gateway.sessions.session import Session
+from rillflow.gateway.shapes import CallRefused
 
 
 def opened(seed: int = 1, id: str = "a") -> Session:

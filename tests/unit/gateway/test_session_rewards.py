@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 from gateway_support import chunk, make_renderer
 
-from rillflow.gateway.failures import CallRefused
 from rillflow.gateway.sessions.rewards import Gift, Rewards
+from rillflow.gateway.shapes import CallRefused
 from rillflow.gateway.trees.matching import Place
 from rillflow.gateway.trees.messages import Message, message
 from rillflow.gateway.trees.record import SessionRecord

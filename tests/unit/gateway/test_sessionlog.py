@@ -18,9 +18,9 @@ from sessionlog_support import Player, answers, view
 from rillflow.config import GatewayConfig
 from rillflow.errors import DiskFull
 from rillflow.gateway import Sessions
-from rillflow.gateway.failures import CallRefused
 from rillflow.gateway.sessions.session import Session
 from rillflow.gateway.sessions.session_log import FileSessionLog
+from rillflow.gateway.shapes import CallRefused
 from rillflow.storage import SegmentWriter
 from rillflow.storage.segments import segment_path
 from soak import repetitions

@@ -20,7 +20,7 @@ from rillflow.config.policy import TOOL_FORMATS as TOOL_NAMES
 from rillflow.engine.requests import llguidance_grammar
 from rillflow.errors import BadRequest, ConfigError
 from rillflow.gateway.grammars import Calls, composed
-from rillflow.gateway.reading.reader import REASONING_FORMATS, TOOL_FORMATS, tool_format
+from rillflow.gateway.reading import REASONING_FORMATS, TOOL_FORMATS, tool_format
 from rillflow.gateway.reading.tools import Offered, ParsedCall
 from rillflow.gateway.trees.messages import ToolCall, message
 from rillflow.gateway.trees.probes import PROBE_TOOL, RESULT, STAND_IN, calling, result

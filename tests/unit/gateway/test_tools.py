@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from rillflow.gateway.reading import TOOL_FORMATS
 from rillflow.gateway.reading.incremental import JsonScan, Quotes
-from rillflow.gateway.reading.reader import TOOL_FORMATS
 from rillflow.gateway.reading.tools import Offered, ParsedCall, Part
 from rillflow.gateway.trees.messages import ToolCall, message
 from soak import repetitions

@@ -14,7 +14,7 @@ from numba.extending import is_jitted
 
 from rillflow.kernels import compile as module
 from rillflow.kernels.compile import compiled, digest, one_compiles
-from rillflow.kernels.delta import bit_streams, classes, reading, words, writing
+from rillflow.kernels.delta import classes, reading, words, writing
 from rillflow.weights.delta import Ahead, decode, encode
 
 KERNEL = """
@@ -75,7 +75,7 @@ def signatures(*modules: Any) -> Callable[[], list[int]]:
 def test_the_encoder_is_compiled_ahead() -> None:
     """Nothing is left to be compiled for the first real delta."""
     assert Ahead(torch.bfloat16, torch.device("cpu")).wait(300)
-    known = signatures(words, classes, bit_streams, writing)
+    known = signatures(words, classes, writing)
     before = known()
     assert any(before)
     generator = torch.Generator().manual_seed(1)

@@ -15,7 +15,7 @@ from rillflow.clients.units import UnitWriter
 from rillflow.config.policy import SamplingConfig
 from rillflow.config.rollout import GatewayConfig, RolloutConfig
 from rillflow.contracts import SystemClock, TokenSource
-from rillflow.dataflow.units import FileUnit
+from rillflow.dataflow.storage_unit import FileUnit
 from rillflow.gateway import Gateway, Policy, Renderer
 from rillflow.gateway.control import Control, Givers
 from rillflow.gateway.feed import Feed

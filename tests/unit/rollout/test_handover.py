@@ -16,9 +16,9 @@ import torch
 from counting_engine import CountingEngine, request, until
 from rillflow.config.load import validate
 from rillflow.engine.host import EngineHost
-from rillflow.engine.service import EngineService
+from rillflow.engine.remote import EngineService
 from rillflow.errors import WeightsError
-from rillflow.gateway.sampling.node_engines import NodeEngines, node_engines
+from rillflow.gateway.node_engines import NodeEngines, node_engines
 from rillflow.rollout.handover import HandedWeights, Handover, NodeClock
 from rillflow.types import Chunk, EngineInfo, Engines, LookEngines, Probe
 from rillflow.weights.models import load_policy_model

@@ -11,8 +11,7 @@ from rollout_support import Dataflow, World, until
 from rillflow.contracts import Episode
 from rillflow.errors import RunError, Unavailable
 from rillflow.rollout import node as module
-from rillflow.rollout.leaving import Departure
-from rillflow.rollout.node import Node
+from rillflow.rollout.node import Departure, Node
 from rillflow.types import Ack, Heartbeat, HeartbeatReply, LeaveRun
 
 

@@ -11,7 +11,7 @@ import pytest
 
 from rillflow.config import load_recipe
 from rillflow.errors import ConfigError, RunError
-from rillflow.rollout.leaving import Departure
+from rillflow.rollout.node import Departure
 from rillflow.runtime import joined as module
 from rillflow.runtime.joined import JoinOptions, _check_code, _own_folder, _start, _until_gone, _with_episodes
 from rillflow.runtime.process import STOPPED

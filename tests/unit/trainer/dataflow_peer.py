@@ -11,7 +11,7 @@ from trainer_helpers import random_samples, small_model
 
 from rillflow.config import Recipe
 from rillflow.dataflow.ledger.serving import partition
-from rillflow.dataflow.units import FileUnit
+from rillflow.dataflow.storage_unit import FileUnit
 from rillflow.types import (
     Ack,
     Batch,

@@ -13,9 +13,9 @@ from rillflow.errors import ConfigError
 from rillflow.trainer.batches import Databuffer
 from rillflow.trainer.forward import PolicyForward
 from rillflow.trainer.packing import micro_batches
+from rillflow.trainer.parallel import Peers
 from rillflow.trainer.parallel.distributed import connect
 from rillflow.trainer.parallel.launch import Place
-from rillflow.trainer.parallel.peers import Peers
 from rillflow.trainer.parallel.sharding import shard, whole
 
 CPU = torch.device("cpu")

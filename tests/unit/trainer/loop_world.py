@@ -16,7 +16,7 @@ from rillflow.errors import LeaseLost
 from rillflow.trainer.batches import Rows, make_rows
 from rillflow.trainer.checkpoint import Checkpoints, State
 from rillflow.trainer.loop import TrainerLoop
-from rillflow.trainer.parallel.peers import Peers
+from rillflow.trainer.parallel import Peers
 from rillflow.trainer.stream import StepRecord
 from rillflow.types import Batch, BatchReply, KeptTokens, Probe, TrainerJoined
 from rillflow.weights import FolderStore

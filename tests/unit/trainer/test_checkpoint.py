@@ -30,7 +30,7 @@ from rillflow.trainer.checkpoint import (
     restore_random,
     wanted_by,
 )
-from rillflow.trainer.parallel.peers import share
+from rillflow.trainer.parallel import share
 from rillflow.weights import sealed
 
 

@@ -13,13 +13,12 @@ from trainer_helpers import learner, random_rows
 from model_families import VOCABULARY, build
 from rillflow.config import TrainerConfig
 from rillflow.engine.embedded.core import Core
-from rillflow.engine.embedded.grammars import Grammars
+from rillflow.engine.embedded.sampling import Grammars
 from rillflow.engine.embedded.slots import Ticket
 from rillflow.engine.experts import UNKNOWN, Recorder, pack, routers_of, tail, unpack
 from rillflow.errors import ConfigError, CorruptData, EngineError
 from rillflow.trainer.batches import EXPERTS, Databuffer, joined, with_experts
-from rillflow.trainer.experts import set_choices
-from rillflow.trainer.forward import PolicyForward
+from rillflow.trainer.forward import PolicyForward, set_choices
 from rillflow.trainer.packing import micro_batches
 from rillflow.types import BatchSample, GenerateRequest, Row, Sampling
 

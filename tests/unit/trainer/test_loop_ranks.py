@@ -17,7 +17,7 @@ from rillflow.config import TrainerConfig
 from rillflow.errors import DiskFull, LeaseLost, RunError
 from rillflow.trainer.batches import Rows
 from rillflow.trainer.loop import TrainerLoop
-from rillflow.trainer.parallel.peers import Stopped, share
+from rillflow.trainer.parallel import Stopped, share
 from rillflow.trainer.parallel.sharding import Shards
 from rillflow.types import Batch, BatchReply, KeptTokens, TrainerJoined
 from rillflow.weights import FolderStore

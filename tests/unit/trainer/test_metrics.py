@@ -14,7 +14,7 @@ from trainer_helpers import learner, random_rows, random_samples, small_model
 
 from peer_threads import as_peers
 from rillflow.config import TrainerConfig
-from rillflow.engine.embedded.exact import Reading, logprob
+from rillflow.engine.embedded.forward import Reading, logprob
 from rillflow.trainer import metrics
 from rillflow.trainer.algorithms import ALGORITHMS
 from rillflow.trainer.batches import Databuffer, Rows, make_rows, sample_key
@@ -24,7 +24,7 @@ from rillflow.trainer.graph.worker import Worker
 from rillflow.trainer.learner import Learner
 from rillflow.trainer.metrics import ALARMING, Consistency, Watch
 from rillflow.trainer.optimizer import Optimizer
-from rillflow.trainer.parallel.peers import Alone, Peers
+from rillflow.trainer.parallel import Alone, Peers
 from rillflow.types import BatchSample
 
 

@@ -12,7 +12,7 @@ from trainer_helpers import small_model
 
 from rillflow.trainer.offload import Offload, OffloadingGenerator
 from rillflow.trainer.optimizer import Optimizer
-from rillflow.trainer.parallel.peers import Alone
+from rillflow.trainer.parallel import Alone
 
 
 class Generator:

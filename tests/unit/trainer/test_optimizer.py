@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 from rillflow.config import TrainerConfig
 from rillflow.errors import CheckpointError
 from rillflow.trainer.optimizer import Optimizer
-from rillflow.trainer.parallel.peers import Alone
+from rillflow.trainer.parallel import Alone
 
 quiet_bf16 = pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")  # a CPU without bf16 falls back, slowly
 

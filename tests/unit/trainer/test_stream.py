@@ -18,7 +18,7 @@ from trainer_helpers import learner, random_samples, small_model
 from rillflow.contracts import SystemClock
 from rillflow.errors import CorruptData, LeaseLost
 from rillflow.trainer.batches import Rows, make_rows
-from rillflow.trainer.parallel.peers import Alone, Stopped
+from rillflow.trainer.parallel import Alone, Stopped
 from rillflow.trainer.stream import NoBatch, Parts
 from rillflow.types import Batch, BatchReply, BatchSample, Row
 from soak import repetitions

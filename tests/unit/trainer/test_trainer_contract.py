@@ -15,7 +15,7 @@ from rillflow.config import TrainerConfig, load_recipe
 from rillflow.contracts import Trainer
 from rillflow.errors import CheckpointError, LeaseLost
 from rillflow.trainer.backends import BACKENDS
-from rillflow.trainer.parallel.peers import Alone
+from rillflow.trainer.parallel import Alone
 
 Build = Callable[..., Trainer]
 

@@ -17,7 +17,7 @@ from rillflow.trainer import lora
 from rillflow.trainer.attention import paths
 from rillflow.trainer.forward import PolicyForward, ScalarForward
 from rillflow.trainer.optimizer import Optimizer
-from rillflow.trainer.parallel.peers import Alone
+from rillflow.trainer.parallel import Alone
 from rillflow.trainer.parallel.sharding import decoder_layers
 from rillflow.trainer.roles import policy_model, reference_model, reward_model, scalar_model
 from rillflow.weights.codec import merged

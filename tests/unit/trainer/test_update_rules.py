@@ -14,10 +14,9 @@ from trainer_helpers import small_model
 
 from rillflow.config import TrainerConfig
 from rillflow.errors import CheckpointError, ConfigError
-from rillflow.trainer.optimizer import Optimizer
-from rillflow.trainer.parallel.peers import Alone
+from rillflow.trainer.optimizer import Optimizer, learning_rate
+from rillflow.trainer.parallel import Alone
 from rillflow.trainer.parallel.sharding import decoder_layers
-from rillflow.trainer.update_rules import learning_rate
 from soak import repetitions
 
 

@@ -17,7 +17,7 @@ from rillflow.config import TrainerConfig
 from rillflow.trainer.batches import Databuffer, Rows, no_rows
 from rillflow.trainer.graph.worker import Worker
 from rillflow.trainer.learner import Learner
-from rillflow.trainer.parallel.peers import Alone, Peers
+from rillflow.trainer.parallel import Alone, Peers
 
 FEW = {"batch_groups": 3, "micro_tokens": 40}
 

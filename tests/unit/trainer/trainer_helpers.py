@@ -17,7 +17,7 @@ from rillflow.trainer.graph.builtin import chain_of
 from rillflow.trainer.graph.worker import Worker
 from rillflow.trainer.learner import Learner
 from rillflow.trainer.optimizer import Optimizer
-from rillflow.trainer.parallel.peers import Alone, Peers
+from rillflow.trainer.parallel import Alone, Peers
 from rillflow.types import BatchSample, Row
 
 VOCAB = 32

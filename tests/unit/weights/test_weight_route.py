@@ -7,8 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rillflow.errors import WeightsError
-from rillflow.weights.manifest import Entry
-from rillflow.weights.route import Mode, Route, route
+from rillflow.weights.manifest import Entry, Mode, Route, route
 
 CHAIN = {
     0: Entry(full_bytes=100),

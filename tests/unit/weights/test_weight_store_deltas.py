@@ -15,8 +15,7 @@ from hypothesis import strategies as st
 
 from rillflow.weights import FolderStore
 from rillflow.weights.fingerprint import fingerprint
-from rillflow.weights.manifest import Entry, Line
-from rillflow.weights.route import kept_versions
+from rillflow.weights.manifest import Entry, Line, kept_versions
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])

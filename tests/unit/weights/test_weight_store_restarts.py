@@ -11,8 +11,7 @@ from delta_stores import DELTA, WHOLE, files, filled, opened, same, weights
 
 from rillflow.errors import CorruptData, WeightsError
 from rillflow.weights import FolderStore
-from rillflow.weights.manifest import check_signature, key_of
-from rillflow.weights.route import route
+from rillflow.weights.manifest import check_signature, key_of, route
 
 # ---------------------------------------------------------------- restarts
 

@@ -29,8 +29,8 @@ from typing import Any, TypeVar, cast
 from rillflow.config import DataflowConfig
 from rillflow.config.tracebacks import UserErrors, located
 from rillflow.contracts import Curator, Filter, Group, ReadyGroup, Replayer, Sampler
+from rillflow.dataflow.hooks import CURATORS, FILTERS, SAMPLERS, build, short_name
 from rillflow.dataflow.hooks.base import SavedStates
-from rillflow.dataflow.hooks.build import CURATORS, FILTERS, SAMPLERS, build, short_name
 from rillflow.dataflow.hooks.filters import FunctionFilter
 from rillflow.dataflow.hooks.samplers import EarliestDeadline, Replay
 from rillflow.errors import RunError

@@ -108,7 +108,7 @@ _RANKS: dict[str, Callable[[Replay, ReadyGroup], float]] = {
 
 
 def _fresh(what: str | dict[str, Any]) -> Sampler:
-    from rillflow.dataflow.hooks.build import SAMPLERS, build  # which names this module
+    from rillflow.dataflow.hooks import SAMPLERS, build  # which names this module
 
     sampler: Sampler = build("sampler", HookConfig.model_validate(what), SAMPLERS)
     if isinstance(sampler, Replayer):

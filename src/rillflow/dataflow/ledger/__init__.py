@@ -6,7 +6,7 @@ one writer; other modules change it through that one's methods.
     database     transactions, statements, counters; read-only snapshots
     tasks        tasks
     attempts     ended_attempts, and what follows from a completion
-    payload      samples, units, segments, quarantine
+    payload      samples, units, segments, quarantine; lost rows
     groups       groups, tally, recent
     shares       shares, share_tally, stage_shares, extras, and statistics of complete groups
     batches      batches, members
@@ -18,8 +18,8 @@ one writer; other modules change it through that one's methods.
 `playing` keeps the groups that are playing, and their tasks, in memory.
 
 These decide and write nothing themselves: `leasing` (which tasks a node gets), `streams` (what a trainer may get),
-`serving` (what it is sent), `steps` (what a commit leaves), `scoring` (rewards of groups), `lost_rows`, `course` (the
-phases of a run).
+`serving` (what it is sent), `steps` (what a commit leaves), `course` (the phases of a run), and, beside this folder,
+`group_rewards`.
 
 A completed task goes through `service`, `ledger`, `tasks` and `attempts`; its last one settles the group in `groups`.
 """

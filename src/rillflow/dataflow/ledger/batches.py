@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from rillflow.dataflow.hooks import Hooks
+from rillflow.dataflow.hooks.running import Hooks
 from rillflow.dataflow.kept_episodes import marked
 from rillflow.dataflow.ledger.database import Base, Part
 from rillflow.dataflow.ledger.groups import Groups

@@ -14,7 +14,8 @@ from __future__ import annotations
 
 from rillflow.contracts import PromptSource
 from rillflow.dataflow.balance_ledger import Balances
-from rillflow.dataflow.hooks import Hooks
+from rillflow.dataflow.group_rewards import Scoring
+from rillflow.dataflow.hooks.running import Hooks
 from rillflow.dataflow.kept_episodes import KeptEpisodes
 from rillflow.dataflow.ledger.attempts import Attempts
 from rillflow.dataflow.ledger.batches import Batches
@@ -22,11 +23,9 @@ from rillflow.dataflow.ledger.database import Base, Part
 from rillflow.dataflow.ledger.evaluations import Evaluations
 from rillflow.dataflow.ledger.groups import Groups
 from rillflow.dataflow.ledger.leasing import Leasing
-from rillflow.dataflow.ledger.lost_rows import LostRows
 from rillflow.dataflow.ledger.nodes import Nodes, UserErrors
-from rillflow.dataflow.ledger.payload import Samples, Storage
+from rillflow.dataflow.ledger.payload import LostRows, Samples, Storage
 from rillflow.dataflow.ledger.playing import Playing
-from rillflow.dataflow.ledger.scoring import Scoring
 from rillflow.dataflow.ledger.shares import Shares
 from rillflow.dataflow.ledger.stages import Stages
 from rillflow.dataflow.ledger.steps import Steps

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Sequence
 from statistics import fmean
 
 from rillflow.contracts import PromptSource
-from rillflow.dataflow.hooks import Hooks
+from rillflow.dataflow.hooks.running import Hooks
 from rillflow.dataflow.ledger.database import Base, Part
 from rillflow.dataflow.ledger.payload import Samples
 from rillflow.dataflow.ledger.playing import Playing, PlayingGroup

@@ -15,12 +15,11 @@ from typing import Any
 from msgspec.structs import replace
 
 from rillflow.contracts import Clock, PromptSource, SystemClock
-from rillflow.dataflow.hooks import Hooks
-from rillflow.dataflow.hooks.running import Beside
+from rillflow.dataflow.group_rewards import UnscoredGroup
+from rillflow.dataflow.hooks.running import Beside, Hooks
 from rillflow.dataflow.ledger.course import Parts
 from rillflow.dataflow.ledger.database import Base, Database
 from rillflow.dataflow.ledger.schema import FORMAT
-from rillflow.dataflow.ledger.scoring import UnscoredGroup
 from rillflow.dataflow.ledger.tables import NEWEST
 from rillflow.dataflow.rules import Rules
 from rillflow.errors import BadRequest, DataError, LeaseLost, RillflowError

@@ -16,7 +16,7 @@ from typing import Any, Literal
 import msgspec
 
 from rillflow.config import SourceConfig
-from rillflow.dataflow.sources.reasoning_gym import open_reasoning_gym
+from rillflow.dataflow.sources.readers import open_reasoning_gym
 from rillflow.dataflow.sources.rows import Rows, spooled
 from rillflow.errors import ConfigError, DataError, did_you_mean
 

@@ -20,10 +20,8 @@ import numpy as np
 import torch
 
 from rillflow.engine.embedded.cache import Batch, make_cache
-from rillflow.engine.embedded.exact import Reading
-from rillflow.engine.embedded.forward import make_forward
-from rillflow.engine.embedded.grammars import Grammars, Matcher
-from rillflow.engine.embedded.sampling import Array, draw
+from rillflow.engine.embedded.forward import Reading, make_forward
+from rillflow.engine.embedded.sampling import Array, Grammars, Matcher, draw
 from rillflow.engine.embedded.slots import MIN_SHARED, Counts, Match, Outbox, Slots, Ticket
 from rillflow.engine.embedded.weights import WeightSlots, Write
 from rillflow.engine.experts import Recorder, pack

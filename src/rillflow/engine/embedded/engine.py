@@ -23,7 +23,7 @@ import msgspec
 
 from rillflow.contracts import UNKNOWN, Clock, SystemClock
 from rillflow.engine.embedded.core import Core
-from rillflow.engine.embedded.grammars import Grammars, Matcher
+from rillflow.engine.embedded.sampling import Grammars, Matcher
 from rillflow.engine.embedded.slots import Ticket
 from rillflow.engine.requests import Stream, check_request
 from rillflow.errors import EngineError, EngineLost, QueueFull

@@ -2,23 +2,32 @@
 
 Two implementations of one function. `LeanForward` runs the Llama family (Llama, Qwen2, Qwen3) with few, large
 operators: a small model's time is dispatch, and the library's own forward spends three quarters of it there.
-`LibraryForward` calls any other transformers model through a cache object, and refuses a model whose plain forward has
-other logits. Both agree with a plain forward of the model within float rounding.
+`LibraryForward` calls any other transformers model with full attention, or with one sliding window, through a cache
+object, and refuses a model whose plain forward has other logits. Both agree with a plain forward of the model within
+float rounding.
 
 Invariant: the lean forward keeps no second copy of the weights. The fused matrices are the storage, and the model's
 parameters become views into them, so weights copied into the parameters reach both.
 
+`Reading` is the exact mode (`runtime.deterministic`), in which engine and trainer get the same bits. The rounding of a
+kernel depends on the shapes that it is given. So both read each sequence alone, in blocks of a fixed length, each after
+the keys and values of the blocks before it, and compute the log-prob of a token from one row of logits. The last tokens
+of a block may be missing: nothing before them depends on the values in their places.
+
 Shape suffixes: R rows, T tokens of a row, N = R*T, H query heads, K kv heads, G = H / K, D head size, E columns
-read, X hidden size, V vocabulary.
+read, X hidden size, V vocabulary, B tokens of a block.
 """
 
 from __future__ import annotations
 
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import nn
+from transformers import DynamicCache
+from transformers.cache_utils import Cache
 
 from rillflow.engine.embedded.cache import Batch, KVCache
 from rillflow.errors import EngineError
@@ -26,6 +35,8 @@ from rillflow.weights.models import rotary_limit
 
 _LEAN = {"LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"}
 _STATIC_ROPE = {"default", "linear", "llama3", "yarn"}  # tables that do not depend on the length of a sequence
+_CHECKED = 16  # tokens that a model is tried with
+BLOCK = 16
 
 
 class Forward(Protocol):
@@ -52,7 +63,6 @@ def make_forward(model: Any, cache: KVCache, *, lean: bool = True) -> Forward:
     _check_rotary(config, cache.context)
     if lean and cache.window is None and _is_lean(model):
         return LeanForward(model, cache)
-    from rillflow.engine.embedded.library import LibraryForward
 
     forward = LibraryForward(model, cache)
     forward.check()
@@ -244,3 +254,124 @@ class LeanForward:
             for (rows, extent), mask in batch.stretches
         ]
         return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+# ------------------------------------------------------------ the library's own forward
+
+
+class _SlotCache(Cache):  # type: ignore[misc]
+    """The cache object that the model gets: `update` stores into the slots and returns views of them."""
+
+    def __init__(self, cache: KVCache) -> None:
+        super().__init__(layers=[])
+        self._cache = cache
+        self.batch: Batch | None = None
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        if self.batch is None:
+            raise RuntimeError("the slot cache is used outside a forward")
+        kv_RT2KD = torch.stack((key_states.transpose(1, 2), value_states.transpose(1, 2)), 2)
+        self._cache.write(layer_idx, self.batch, kv_RT2KD.reshape(-1, key_states.shape[-1]))
+        return self._cache.read(layer_idx, self.batch)
+
+
+class LibraryForward:
+    """The model's own forward: slower than the lean one for small models, correct for all."""
+
+    def __init__(self, model: Any, cache: KVCache) -> None:
+        self._model = model
+        self._cache = cache
+        self._slots = _SlotCache(cache)
+
+    def refresh(self) -> None:
+        """Nothing is derived from the weights."""
+
+    def logits(self, ids_RT: torch.Tensor) -> torch.Tensor:
+        logits_RTV: torch.Tensor = self._model(input_ids=ids_RT, use_cache=False).logits
+        return logits_RTV
+
+    @torch.inference_mode()
+    def check(self) -> None:
+        """Raise EngineError if a few tokens have other logits than in the model's plain forward: its attention uses
+        something that our masks do not have, such as ALiBi's distances. The cache must be empty, and is emptied."""
+        ids_T = np.arange(min(_CHECKED, self._cache.context)) % self._model.config.vocab_size
+        plain_V = self._model(input_ids=torch.from_numpy(ids_T)[None].to(self._model.device), use_cache=False).logits[
+            0, -1
+        ]
+        slot_R, width = np.zeros(1, np.int64), len(ids_T) // 2
+        try:
+            for start, part in ((0, ids_T[:width]), (width, ids_T[width:])):
+                batch = self._cache.prefill_batch(slot_R, part[None], slot_R + start, slot_R + len(part))
+                ours_RV = self(batch)
+        except (RuntimeError, TypeError, ValueError, IndexError) as error:
+            raise self._refused(f"{type(error).__name__}: {error}") from error
+        self._cache.clear()
+        apart = float((ours_RV[0] - plain_V).abs().max() / plain_V.abs().max().clamp(min=1e-6))
+        if not apart <= (1e-3 if plain_V.dtype == torch.float32 else 0.1):
+            raise self._refused(f"logits are {apart:.2g} of the largest one apart from the model's own")
+
+    def _refused(self, why: str) -> EngineError:
+        return EngineError(
+            f"the embedded engine cannot run {type(self._model).__name__}: {why:.300}",
+            "use a model of plain attention, or another engine",
+        )
+
+    def __call__(self, batch: Batch) -> torch.Tensor:
+        mask_RTE = batch.mask_RTE
+        if mask_RTE is None:
+            mask_RTE = self._cache.mask(batch.positions_RT, batch.extent)
+        self._slots.batch = batch
+        width = batch.ids_RT.shape[1]
+        # The model can keep the logits of some columns, the same for all rows: ask for those where some row ends.
+        ends_R = batch.last_R % width if batch.last_R is not None else batch.ids_RT.new_zeros(batch.ids_RT.shape[0])
+        keep, at_R = torch.unique(ends_R, return_inverse=True)
+        output = self._model(
+            input_ids=batch.ids_RT,
+            attention_mask=mask_RTE[:, None],
+            position_ids=batch.positions_RT,
+            past_key_values=self._slots,
+            use_cache=True,
+            logits_to_keep=keep,
+        )
+        logits_RV: torch.Tensor = output.logits[torch.arange(len(at_R), device=at_R.device), at_R]
+        return logits_RV
+
+
+# ------------------------------------------------------------ exact mode
+
+
+def read_block(model: Any, cache: DynamicCache, tokens: torch.Tensor) -> torch.Tensor:
+    """Return the logits of the next block of a sequence and add the block to `cache`; `tokens` may be fewer."""
+    block_B = tokens.new_zeros(BLOCK)
+    block_B[: len(tokens)] = tokens
+    logits_BV: torch.Tensor = model(input_ids=block_B[None], past_key_values=cache, use_cache=True).logits[0]
+    return logits_BV
+
+
+def logprob(logits_V: torch.Tensor, token: int, temperature: float) -> torch.Tensor:
+    """Return the log-prob of one token in float32, computed as `sampling.draw` computes it."""
+    scaled_1V = (logits_V[None].float() - logits_V[None].float().amax(-1, keepdim=True)) / temperature
+    total_1 = scaled_1V.exp().cumsum(-1, dtype=torch.float64)[:, -1]
+    return (scaled_1V[:, token].double() - total_1.log()).float()[0]
+
+
+class Reading:
+    """A growing sequence: its complete blocks are read once, the last block again for each of its tokens."""
+
+    def __init__(self, model: Any) -> None:
+        self._model = model
+        self._cache = DynamicCache()
+
+    def __call__(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Return the logits after all of `tokens`, which begin with those of earlier calls, as one row."""
+        while True:
+            start = self._cache.get_seq_length()
+            logits_BV = read_block(self._model, self._cache, tokens[start : start + BLOCK])
+            if len(tokens) <= start + BLOCK:
+                break
+        if len(tokens) < start + BLOCK:
+            self._cache.crop(-BLOCK)
+        last = len(tokens) - 1 - start
+        return logits_BV[last : last + 1]

@@ -16,8 +16,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from rillflow.engine.embedded.grammars import Matcher
-from rillflow.engine.embedded.sampling import Array, Settings
+from rillflow.engine.embedded.sampling import Array, Matcher, Settings
 from rillflow.engine.experts import UNKNOWN
 from rillflow.types import Chunk, GenerateRequest, Sampling
 

@@ -18,8 +18,7 @@ from rillflow.config.policy import EngineConfig
 from rillflow.contracts import UNKNOWN, Clock, SystemClock
 from rillflow.engine.requests import check_request
 from rillflow.engine.servers.calls import Calls, Part
-from rillflow.engine.servers.facts import ModelFacts, Tainted
-from rillflow.engine.servers.updates import Update
+from rillflow.engine.servers.weights import ModelFacts, Tainted, Update
 from rillflow.errors import EngineError, EngineLost, QueueFull, RillflowError, WeightsError
 from rillflow.storage import startup
 from rillflow.types import Chunk, EngineStats, GenerateRequest, Probe

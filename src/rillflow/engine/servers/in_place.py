@@ -15,9 +15,17 @@ import torch
 from rillflow.config import EngineConfig
 from rillflow.contracts import Clock
 from rillflow.engine.servers.base import ServerEngine
-from rillflow.engine.servers.facts import ModelFacts, check_layout, split_tensors
 from rillflow.engine.servers.process import ServerProcess
-from rillflow.engine.servers.updates import DeltaUpdate, LaidUpdate, Update, lay_changes, lay_whole
+from rillflow.engine.servers.weights import (
+    DeltaUpdate,
+    LaidUpdate,
+    ModelFacts,
+    Update,
+    check_layout,
+    lay_changes,
+    lay_whole,
+    split_tensors,
+)
 from rillflow.errors import EngineLost, WeightsError
 from rillflow.weights.models import load_policy_model
 

@@ -17,7 +17,7 @@ from urllib.parse import urlsplit
 import torch
 
 from rillflow.engine.reaper import Reaper, kill_group
-from rillflow.engine.servers.facts import ModelFacts
+from rillflow.engine.servers.weights import ModelFacts
 from rillflow.errors import ConfigError
 
 _GENTLE_SECONDS = 5.0  # for the server and its children to end before they are killed

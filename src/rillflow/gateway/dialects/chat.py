@@ -43,8 +43,15 @@ from rillflow.gateway.dialects.openai import (
     within,
 )
 from rillflow.gateway.dialects.structured import allowed, forced, functions, guided
-from rillflow.gateway.failures import CallRefused
-from rillflow.gateway.shapes import CalledFunction, CalledTool, ChatAnswer, ChatChoice, ChatLogprobs, ChatSaid
+from rillflow.gateway.shapes import (
+    CalledFunction,
+    CalledTool,
+    CallRefused,
+    ChatAnswer,
+    ChatChoice,
+    ChatLogprobs,
+    ChatSaid,
+)
 from rillflow.gateway.trees.messages import Message, ToolCall, message
 from rillflow.gateway.trees.render import Renderer
 from rillflow.gateway.trees.template import prompt_key

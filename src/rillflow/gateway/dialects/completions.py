@@ -39,8 +39,7 @@ from rillflow.gateway.dialects.openai import (
     within,
 )
 from rillflow.gateway.dialects.structured import guided
-from rillflow.gateway.failures import CallRefused
-from rillflow.gateway.shapes import CompletionAnswer, CompletionChoice, CompletionLogprobs, ErrorAnswer
+from rillflow.gateway.shapes import CallRefused, CompletionAnswer, CompletionChoice, CompletionLogprobs, ErrorAnswer
 from rillflow.gateway.trees.render import Renderer
 from rillflow.types import FinishReason
 

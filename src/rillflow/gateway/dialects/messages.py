@@ -21,11 +21,11 @@ from rillflow.gateway.calls import Call
 from rillflow.gateway.dialects.openai import Positive, Share, Temperature, TopK, named_event, read, sampling, within
 from rillflow.gateway.dialects.openai import Text as NonEmpty
 from rillflow.gateway.dialects.structured import forced, formatted
-from rillflow.gateway.failures import CallRefused
 from rillflow.gateway.shapes import (
     AnthropicError,
     AnthropicErrorAnswer,
     AnthropicUsage,
+    CallRefused,
     MessagesAnswer,
     SaidText,
     SaidThinking,

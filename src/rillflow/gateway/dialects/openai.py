@@ -16,8 +16,7 @@ import msgspec
 from rillflow.config import GatewayConfig, SamplingConfig
 from rillflow.errors import ContextOverflow, RillflowError
 from rillflow.gateway.answers import Answer, Choice
-from rillflow.gateway.failures import CallRefused
-from rillflow.gateway.shapes import Error, ErrorAnswer, TokenLogprob, Usage
+from rillflow.gateway.shapes import CallRefused, Error, ErrorAnswer, TokenLogprob, Usage
 from rillflow.gateway.trees.render import Renderer
 from rillflow.types import LOWEST_TEMPERATURE, Grammar, Sampling
 

@@ -15,9 +15,9 @@ import msgspec
 
 from rillflow.gateway.answers import Piece
 from rillflow.gateway.dialects.openai import Part, joined, logprob_entries, named_event
-from rillflow.gateway.failures import CallRefused
 from rillflow.gateway.shapes import (
     CallItem,
+    CallRefused,
     MessageItem,
     OutputItem,
     OutputText,

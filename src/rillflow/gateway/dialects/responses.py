@@ -46,8 +46,8 @@ from rillflow.gateway.dialects.response_items import (
     text_part,
 )
 from rillflow.gateway.dialects.structured import allowed, checked_type, forced, formatted
-from rillflow.gateway.failures import CallRefused
 from rillflow.gateway.shapes import (
+    CallRefused,
     ErrorAnswer,
     IncompleteDetails,
     OutputItem,

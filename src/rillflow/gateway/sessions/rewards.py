@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from rillflow.gateway.failures import CallRefused
+from rillflow.gateway.shapes import CallRefused
 from rillflow.gateway.trees.tree import Node, TokenTree
 
 _PREFIXES = ("chatcmpl-", "cmpl-", "resp_", "msg_")

@@ -26,9 +26,9 @@ from typing import Any, NamedTuple
 from rillflow.config import GatewayConfig
 from rillflow.contracts import Clock, SystemClock
 from rillflow.errors import QueueFull, RunError
-from rillflow.gateway.failures import CallRefused, session_gone, session_late
 from rillflow.gateway.sessions.events import Asked, NoSessionLog, SessionLog
 from rillflow.gateway.sessions.rewards import Rewards
+from rillflow.gateway.shapes import CallRefused, session_gone, session_late
 from rillflow.gateway.trees.record import SessionRecord
 from rillflow.gateway.trees.tree import Node, TokenTree
 

@@ -14,7 +14,7 @@ from array import array
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
-from rillflow.gateway.failures import CallRefused
+from rillflow.gateway.shapes import CallRefused
 from rillflow.gateway.trees.messages import INSTRUCTIONS, PLAIN_READING, AnswerReading, Message, message
 from rillflow.gateway.trees.render import Rendered, Renderer
 from rillflow.gateway.trees.template import Tools

@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from rillflow.kernels.compile import compiled, inlined
-from rillflow.kernels.delta.bit_streams import count_at_least
 from rillflow.kernels.delta.format import Array
+from rillflow.kernels.delta.words import count_at_least
 
 # Weights are looked at in blocks of this many, so that all of it happens in the processor's nearest cache.
 BLOCK = 4096

@@ -13,10 +13,9 @@ import numpy as np
 
 from rillflow.errors import CorruptData
 from rillflow.kernels.compile import compiled, inlined
-from rillflow.kernels.delta.bit_streams import SPARE, between, get, put_run, row_of, select, write_places
 from rillflow.kernels.delta.classes import BLOCK, Classes, count_block, fill_exponents
 from rillflow.kernels.delta.format import DAMAGED, MAX_RICE, Array, Found, Layout
-from rillflow.kernels.delta.words import mixed, word_of
+from rillflow.kernels.delta.words import SPARE, between, get, mixed, put_run, row_of, select, word_of, write_places
 
 _RIGHT, _SHORT, _ORDER, _COUNT, _RICE, _NUMBER, _FIELDS, _GAPS, _OUTSIDE = range(9)
 _WRONG = (

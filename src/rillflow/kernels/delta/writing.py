@@ -11,10 +11,20 @@ from typing import Any
 import numpy as np
 
 from rillflow.kernels.compile import compiled
-from rillflow.kernels.delta.bit_streams import SPARE, best_rice, between, highest, ones, put, put_run, write_gaps
 from rillflow.kernels.delta.classes import BLOCK, Classes, choose, count_block, sampled_sizes
 from rillflow.kernels.delta.format import Array, Coded, Layout
-from rillflow.kernels.delta.words import mixed, word_of
+from rillflow.kernels.delta.words import (
+    SPARE,
+    best_rice,
+    between,
+    highest,
+    mixed,
+    ones,
+    put,
+    put_run,
+    word_of,
+    write_gaps,
+)
 
 _1, _3, _6, _63 = np.uint64(1), np.uint64(3), np.uint64(6), np.uint64(63)
 # Places in the array that says how much is written: bytes of the table, bits of the streams, and whether all fitted.

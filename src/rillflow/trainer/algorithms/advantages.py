@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from rillflow.trainer.parallel.peers import Alone, Peers
+from rillflow.trainer.parallel import Alone, Peers
 
 if TYPE_CHECKING:
     from rillflow.trainer.batches import Floats, Ints, Rows

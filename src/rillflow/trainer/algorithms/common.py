@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Protocol, runtime_checkable
 import numpy as np
 import torch
 
-from rillflow.trainer.parallel.peers import Peers
+from rillflow.trainer.parallel import Peers
 
 if TYPE_CHECKING:
     from rillflow.trainer.batches import Floats, Ints, Rows

@@ -1,9 +1,10 @@
-"""The graph of every algorithm, built from the recipe's trainer section.
+"""The functions of the built-in graphs, and the graph of every algorithm, built from the recipe's trainer section.
 
     fetch or generate ─▶ scores of models (if an option needs them) ─▶ rewards ─▶ advantages ─▶ train ─▶ publish
 
 Advantages come from the statistics of groups, from the whole batch or from a critic (GAE). Losses differ inside the
-train node. The planner places a user's nodes (`trainer.nodes`) by the columns that they read and make.
+train node. The planner places a user's nodes (`trainer.nodes`) by the columns that they read and make. Importing this
+module registers the functions of `rows` and `train`.
 """
 
 from __future__ import annotations
@@ -16,11 +17,66 @@ from typing import Literal
 from rillflow.config import NodeConfig, TrainerConfig
 from rillflow.errors import GraphError
 from rillflow.trainer.batches import REFERENCE, SCORE
-from rillflow.trainer.graph.functions.rows import advantage_function
-from rillflow.trainer.graph.nodes import REGISTRY, Node, Registry, make_node
+from rillflow.trainer.graph.nodes import REGISTRY, Function, Node, Registry, make_node
 from rillflow.trainer.graph.planner import STATISTICS, Chain, check_staged, plan
+from rillflow.trainer.graph.rows import (
+    actor_logprobs,
+    advantage_function,
+    advantages,
+    batch_advantages,
+    critic_values,
+    fetch,
+    gae,
+    generate,
+    group_statistics,
+    kl_reward,
+    publish,
+    punish_overlong,
+    reference_logprobs,
+    score_reward,
+)
+from rillflow.trainer.graph.train import train_actor, train_critic
 
 Mode = Literal["asynchronous", "colocated", "multiplexed"]
+PUBLISH = "publish"  # the function of the last node of every graph
+
+_GROUPS = (*STATISTICS, "group_size_R")
+_ADVANTAGE = ("reward_R", *_GROUPS)
+
+# Each entry: name, role, kind, function, the columns that it reads, the columns that it makes.
+for _function in (
+    Function("fetch", "actor", "fetch", fetch, gives=("answer_R",), default=True),
+    Function("generate", "actor", "generate", generate, gives=("answer_R",), default=True),
+    Function("actor_logprobs", "actor", "infer", actor_logprobs, gives=("proximal_N",), default=True),
+    Function("reference_logprobs", "reference", "infer", reference_logprobs, gives=("reference_N",), default=True),
+    Function("critic_values", "critic", "infer", critic_values, gives=("value_N",), default=True),
+    Function("punish_overlong", "reward", "compute", punish_overlong, ("reward_R", "answer_R"), ("reward_R",)),
+    Function("score_reward", "reward", "compute", score_reward, ("reward_R", "score_R"), ("reward_R",)),
+    Function("kl_reward", "reward", "compute", kl_reward, ("reference_N", "old_N", "mask_N"), ("kl_N",)),
+    Function(
+        "group_statistics", "reward", "compute", group_statistics,
+        ("reward_R", "member_R", "alike_R", *_GROUPS), _GROUPS, scope="batch",
+    ),
+    Function("advantages", "actor", "compute", advantages, _ADVANTAGE, ("advantage_N",), default=True),
+    Function(
+        "batch_advantages", "actor", "compute", batch_advantages,
+        (*_ADVANTAGE, "mask_N", "member_R", "alike_R", "step_reward_N", "kl_N?"), ("advantage_N",), scope="batch",
+    ),
+    Function(
+        "gae", "critic", "compute", gae,
+        ("reward_R", "step_reward_N", "mask_N", "value_N", "kl_N?"), ("advantage_N", "return_N"),
+        scope="batch", default=True,
+    ),
+    Function(
+        "train_actor", "actor", "train", train_actor,
+        ("advantage_N", "old_N", "mask_N", "member_R", "proximal_N?", "reference_N?"), default=True,
+    ),
+    Function(
+        "train_critic", "critic", "train", train_critic, ("value_N", "return_N", "mask_N", "member_R"), default=True
+    ),
+    Function(PUBLISH, "actor", "publish", publish, default=True),
+):  # fmt: skip
+    REGISTRY.add(_function)
 
 
 def chain_of(
@@ -80,7 +136,7 @@ def _names(config: TrainerConfig, mode: Mode, staged: Collection[str]) -> Iterat
     if critic:
         yield "train_critic"
     yield "train_actor"
-    yield "publish"
+    yield PUBLISH
 
 
 def needs_proximal(config: TrainerConfig) -> bool:

@@ -23,7 +23,7 @@ from rillflow.config import TrainerConfig
 from rillflow.errors import GraphError, did_you_mean
 from rillflow.trainer.batches import REFERENCE, SCORE
 from rillflow.trainer.graph.nodes import REGISTRY, SOURCES, Definition, Node, Registry, make_node
-from rillflow.trainer.parallel.peers import Peers
+from rillflow.trainer.parallel import Peers
 
 
 def check_shape(nodes: Sequence[Node], ranks: int) -> None:

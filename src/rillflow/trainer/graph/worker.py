@@ -33,7 +33,7 @@ from rillflow.trainer.graph.planner import Chain, agree
 from rillflow.trainer.learner import Learner
 from rillflow.trainer.metrics import KeptValues, Watch, finite
 from rillflow.trainer.optimizer import Optimizer
-from rillflow.trainer.parallel.peers import Peers
+from rillflow.trainer.parallel import Peers
 from rillflow.trainer.parallel.redistribute import Redistribution
 from rillflow.types import KeptTokens, Probe
 from rillflow.weights.probe import prompts, tolerance_of

@@ -32,8 +32,8 @@ from torch._C._distributed_c10d import PrefixStore, ProcessGroup, ProcessGroupGl
 
 from rillflow.errors import ErrorBody, RillflowError, RunError, to_body
 from rillflow.storage import startup
+from rillflow.trainer.parallel import Alone, GivenUp, PeerLost, Peers, Stopped
 from rillflow.trainer.parallel.launch import Place, listen, parse
-from rillflow.trainer.parallel.peers import Alone, GivenUp, PeerLost, Peers, Stopped
 from rillflow.weights.models import pick_device
 
 if TYPE_CHECKING:

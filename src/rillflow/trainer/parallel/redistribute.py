@@ -18,7 +18,7 @@ import numpy as np
 
 from rillflow.errors import GraphError
 from rillflow.trainer.batches import Databuffer, concatenated, from_columns
-from rillflow.trainer.parallel.peers import Peers
+from rillflow.trainer.parallel import Peers
 
 if TYPE_CHECKING:
     import numpy.typing as npt

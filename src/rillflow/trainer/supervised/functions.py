@@ -26,12 +26,13 @@ from torch.nn import functional
 from rillflow.config import NodeConfig
 from rillflow.config.supervised import FitRecipe
 from rillflow.trainer.batches import Databuffer
-from rillflow.trainer.graph.functions.train import learner_of
+from rillflow.trainer.graph.builtin import PUBLISH
 from rillflow.trainer.graph.nodes import REGISTRY, Function
+from rillflow.trainer.graph.train import learner_of
 from rillflow.trainer.graph.worker import Model, Parts, Step
 from rillflow.trainer.learner import Measured, Objective
 from rillflow.trainer.packing import MicroBatch
-from rillflow.trainer.parallel.peers import Peers
+from rillflow.trainer.parallel import Peers
 from rillflow.trainer.supervised.examples import Examples
 from rillflow.trainer.supervised.reward_model import area_under_curve, calibration_error, correlation, ranking_of
 from rillflow.weights.model_folder import StepLossName
@@ -88,7 +89,7 @@ def graph_of(recipe: FitRecipe) -> list[NodeConfig]:
             NodeConfig(function="train_steps", options={"loss": recipe.loss or STEP_LOSS}),
         ],
     }[recipe.task]
-    return recipe.trainer.graph or [*nodes, *recipe.trainer.nodes, NodeConfig(function="publish")]
+    return recipe.trainer.graph or [*nodes, *recipe.trainer.nodes, NodeConfig(function=PUBLISH)]
 
 
 # ---------------------------------------------------------------- answers

@@ -19,7 +19,7 @@ import numpy as np
 from rillflow.config import TrainerConfig
 from rillflow.trainer.forward import ScalarForward
 from rillflow.trainer.learner import Learner
-from rillflow.trainer.parallel.peers import Alone
+from rillflow.trainer.parallel import Alone
 from rillflow.trainer.roles import reward_model
 from rillflow.trainer.supervised.examples import (
     Answered,

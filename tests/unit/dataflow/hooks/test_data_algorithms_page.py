@@ -10,7 +10,8 @@ import pytest
 from hook_groups import Played, prompt
 
 from rillflow.config import load_recipe
-from rillflow.dataflow.hooks import CURATORS, FILTERS, SAMPLERS, Hooks
+from rillflow.dataflow.hooks import CURATORS, FILTERS, SAMPLERS
+from rillflow.dataflow.hooks.running import Hooks
 from rillflow.dataflow.hooks.samplers import Replay
 
 PAGE = (Path(__file__).resolve().parents[4] / "docs" / "data_algorithms.md").read_text()

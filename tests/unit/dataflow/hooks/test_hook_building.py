@@ -7,7 +7,8 @@ import yaml
 from hook_groups import Played, Waiting, prompt
 
 from rillflow.config import DataflowConfig, load_recipe
-from rillflow.dataflow.hooks import CURATORS, FILTERS, SAMPLERS, Hooks
+from rillflow.dataflow.hooks import CURATORS, FILTERS, SAMPLERS
+from rillflow.dataflow.hooks.running import Hooks
 from rillflow.errors import ConfigError
 
 

@@ -9,9 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rillflow.config import DataflowConfig
-from rillflow.dataflow.hooks import Hooks
 from rillflow.dataflow.hooks.base import KeyedState
 from rillflow.dataflow.hooks.curators import Greso, Solved
+from rillflow.dataflow.hooks.running import Hooks
 from rillflow.errors import RunError
 from soak import repetitions
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from rillflow.config import DataflowConfig
 from rillflow.contracts import Replayer
-from rillflow.dataflow.hooks import Hooks
+from rillflow.dataflow.hooks.running import Hooks
 from rillflow.dataflow.hooks.samplers import EarliestDeadline, Fifo, Replay
 from rillflow.dataflow.ledger.serving import partition
 from rillflow.errors import RunError

@@ -11,8 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from source_support import ids, prompts
 
-from rillflow.dataflow.sources import InOrder, Mixed, Shuffled
-from rillflow.dataflow.sources.sequences import Part
+from rillflow.dataflow.sources import InOrder, Mixed, Part, Shuffled
 
 NAMES = "abcdef"
 

@@ -7,8 +7,7 @@ from source_support import ids, jsonl, opened
 
 from rillflow.cli.run import check
 from rillflow.config import Recipe, SourceConfig
-from rillflow.dataflow.sources import open_sources
-from rillflow.dataflow.sources.sequences import source_names
+from rillflow.dataflow.sources import open_sources, source_names
 from rillflow.errors import ConfigError, DataError
 
 

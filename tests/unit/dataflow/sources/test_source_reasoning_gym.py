@@ -11,7 +11,7 @@ import pytest
 from source_support import jsonl, opened
 
 from rillflow.config import SourceConfig
-from rillflow.dataflow.sources import reasoning_gym as module
+from rillflow.dataflow.sources import readers as module
 from rillflow.errors import ConfigError, DataError
 
 # The package takes seconds to import.

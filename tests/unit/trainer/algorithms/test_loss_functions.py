@@ -27,7 +27,7 @@ from rillflow.trainer.algorithms.losses.m2po import M2poClip, M2poMask, highest_
 from rillflow.trainer.algorithms.losses.reinforce import ReinforceLoss
 from rillflow.trainer.algorithms.losses.sapo import SapoLoss
 from rillflow.trainer.algorithms.losses.terms import k3, k3_unbounded
-from rillflow.trainer.parallel.peers import Peers
+from rillflow.trainer.parallel import Peers
 
 
 def tokens(log_ratios: list[float], advantages: list[float], rows: list[int] | None = None) -> WholeRows:

@@ -17,7 +17,7 @@ from rillflow.trainer.batches import Databuffer, Rows, no_rows
 from rillflow.trainer.graph.nodes import Definition, Function, Kind, Node, Scope
 from rillflow.trainer.graph.planner import plan
 from rillflow.trainer.graph.worker import Pipeline, Step
-from rillflow.trainer.parallel.peers import Alone, Peers
+from rillflow.trainer.parallel import Alone, Peers
 
 
 class Ticking:

@@ -16,7 +16,7 @@ from rillflow.errors import ConfigError, GraphError
 from rillflow.trainer.graph import function
 from rillflow.trainer.graph.nodes import Definition, Node
 from rillflow.trainer.graph.planner import Chain, agree, ordered, plan
-from rillflow.trainer.parallel.peers import Alone
+from rillflow.trainer.parallel import Alone
 
 GRPO = ["fetch", "advantages", "train_actor", "publish"]
 PPO = ["fetch", "critic_values", "gae", "train_critic", "train_actor", "publish"]

@@ -21,7 +21,7 @@ from rillflow.errors import ConfigError, GraphError, LeaseLost
 from rillflow.trainer import lora
 from rillflow.trainer.graph import Databuffer, Step, function
 from rillflow.trainer.graph.worker import Worker
-from rillflow.trainer.parallel.peers import Alone, Peers
+from rillflow.trainer.parallel import Alone, Peers
 from rillflow.trainer.roles import Roles, build_worker
 from rillflow.types import Probe
 from rillflow.weights import FolderStore

@@ -12,9 +12,9 @@ from rillflow.trainer.forward import PolicyForward
 from rillflow.trainer.graph.worker import Prober
 from rillflow.trainer.learner import Learner
 from rillflow.trainer.optimizer import Optimizer
+from rillflow.trainer.parallel import Peers
 from rillflow.trainer.parallel.distributed import connect
 from rillflow.trainer.parallel.launch import Place
-from rillflow.trainer.parallel.peers import Peers
 from rillflow.trainer.parallel.sharding import shard
 from rillflow.trainer.publisher import Retention, ShardPublisher
 from rillflow.weights import FolderStore

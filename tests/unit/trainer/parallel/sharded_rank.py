@@ -15,12 +15,10 @@ from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 from rillflow.config import LoraConfig, TrainerConfig
 from rillflow.trainer import lora
 from rillflow.trainer.optimizer import Optimizer
-from rillflow.trainer.parallel import sharding
+from rillflow.trainer.parallel import Alone, Peers, sharding
 from rillflow.trainer.parallel.distributed import connect
 from rillflow.trainer.parallel.launch import Place
-from rillflow.trainer.parallel.loading import load_shards
-from rillflow.trainer.parallel.peers import Alone, Peers
-from rillflow.trainer.parallel.sharding import entered, shard, whole
+from rillflow.trainer.parallel.sharding import entered, load_shards, shard, whole
 
 CPU = torch.device("cpu")
 

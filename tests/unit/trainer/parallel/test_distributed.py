@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from peer_threads import as_peers
 from rillflow.clients.payloads import DamagedRows
 from rillflow.errors import CorruptData, LeaseLost, RunError
+from rillflow.trainer.parallel import Alone, GivenUp, PeerLost, Stopped
 from rillflow.trainer.parallel.distributed import Distributed
-from rillflow.trainer.parallel.peers import Alone, GivenUp, PeerLost, Stopped
 from rillflow.types import Row
 
 

@@ -13,8 +13,8 @@ from peer_threads import as_peers
 from rillflow.clients.payloads import DamagedRows
 from rillflow.errors import CorruptData, LeaseLost
 from rillflow.trainer.batches import Rows, no_rows
+from rillflow.trainer.parallel import Stopped
 from rillflow.trainer.parallel.distributed import Distributed
-from rillflow.trainer.parallel.peers import Stopped
 from rillflow.trainer.stream import RankStream
 from rillflow.types import Batch, BatchReply, BatchSample, Row
 

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from peer_threads import as_peers
 from rillflow.errors import GraphError
 from rillflow.trainer.batches import Databuffer, Rows, from_columns, joined, no_rows
+from rillflow.trainer.parallel import Alone
 from rillflow.trainer.parallel.distributed import Distributed
-from rillflow.trainer.parallel.peers import Alone
 from rillflow.trainer.parallel.redistribute import Redistribution, holders
 from soak import repetitions
 

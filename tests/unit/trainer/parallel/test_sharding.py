@@ -12,7 +12,7 @@ from commands import Warm
 from forked_ranks import run_ranks
 from rillflow.config import TrainerConfig
 from rillflow.errors import ConfigError
-from rillflow.trainer.parallel.peers import Alone
+from rillflow.trainer.parallel import Alone
 from rillflow.trainer.parallel.sharding import entered, shard, whole
 from soak import repetitions
 

@@ -20,9 +20,8 @@ from rillflow.config.supervised import FitRecipe
 from rillflow.contracts import PromptSource
 from rillflow.dataflow.sources import open_source
 from rillflow.errors import ConfigError, DataError
-from rillflow.trainer.parallel.peers import Alone
-from rillflow.trainer.supervised.fit import Journal, Progress, StaticBatches, balanced
-from rillflow.trainer.supervised.main import run_fit
+from rillflow.trainer.parallel import Alone
+from rillflow.trainer.supervised.fit import Journal, Progress, StaticBatches, balanced, run_fit
 from rillflow.trainer.supervised.reward_model import RewardModel
 from soak import repetitions
 

@@ -13,10 +13,10 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 from rillflow.examples import stockroom
 from rillflow.trainer.batches import Databuffer
-from rillflow.trainer.parallel.peers import Alone
+from rillflow.trainer.parallel import Alone
 from rillflow.trainer.supervised.examples import Examples, read_examples
+from rillflow.trainer.supervised.fit import Trained, assemble
 from rillflow.trainer.supervised.functions import evaluate, pair_losses, pair_slopes, step_losses
-from rillflow.trainer.supervised.main import Trained, assemble
 from rillflow.trainer.supervised.reward_model import area_under_curve, calibration_error, correlation, ranking_of
 from rillflow.weights.model_folder import model_folder
 

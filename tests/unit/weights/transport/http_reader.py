@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from pathlib import Path
 
-from rillflow.weights.transport.remote import HttpSource
+from rillflow.weights.transport.sources import HttpSource
 from weight_servers import KEY, POLICY, TOKEN, some_bytes
 
 SIZE = 3_000_000

@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 
 from rillflow.errors import WeightsError
-from rillflow.weights.transport.remote import HttpSource
-from rillflow.weights.transport.sources import ApartSource
+from rillflow.weights.transport.sources import ApartSource, HttpSource
 from weight_servers import KEY, POLICY, TOKEN, publish, served, some_bytes
 
 DATA = some_bytes(1_000_000)

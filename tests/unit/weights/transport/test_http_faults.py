@@ -11,7 +11,7 @@ import pytest
 from http_reader import DATA, NAME, SIZE, Reader, as_given
 
 from rillflow.errors import CorruptData, Unauthorized, Unavailable, WeightsError, WireError
-from rillflow.weights.transport import remote
+from rillflow.weights.transport import sources
 from weight_servers import (
     POLICY,
     Exchange,
@@ -239,8 +239,8 @@ async def test_those_who_ask_for_the_line_at_once_are_followed_by_one_task(reade
 async def test_a_line_is_waited_for_longer_than_it_is_followed(
     reader: Reader, tmp_path: Path, url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(remote, "_FOLLOWED", 0.05)
-    monkeypatch.setattr(remote, "_WAIT", 0.05)
+    monkeypatch.setattr(sources, "_FOLLOWED", 0.05)
+    monkeypatch.setattr(sources, "_WAIT", 0.05)
     source = reader(url)
     known = await source.line()
     waiting = asyncio.create_task(source.line(known, wait=30))

@@ -20,7 +20,7 @@ from rillflow.weights.transport import download as downloads
 from rillflow.weights.transport import mirrors as servers
 from rillflow.weights.transport.cache import Spans
 from rillflow.weights.transport.download import piece_size
-from rillflow.weights.transport.remote import EMPTY, HttpSource
+from rillflow.weights.transport.sources import EMPTY, HttpSource
 from weight_servers import (
     KEY,
     POLICY,

@@ -17,7 +17,7 @@ from rillflow.weights.transport import download as downloads
 from rillflow.weights.transport import following, relay
 from rillflow.weights.transport import mirrors as servers
 from rillflow.weights.transport.relay import RelayService, RelayShelf
-from rillflow.weights.transport.remote import HttpSource
+from rillflow.weights.transport.sources import HttpSource
 from weight_servers import KEY, POLICY, READING, TOKEN, Exchange, between, publish, served, some_bytes, well
 
 SIZE = 3_000_000

@@ -19,10 +19,9 @@ from rillflow.errors import ConfigError, CorruptData, Unavailable, WeightsError
 from rillflow.weights import FolderStore
 from rillflow.weights.folder import Folder
 from rillflow.weights.manifest import WeightSource, key_of
-from rillflow.weights.transport import sources
-from rillflow.weights.transport.remote import HttpSource
-from rillflow.weights.transport.sources import ApartSource, FolderSource, ObjectSource, open_source
-from rillflow.weights.transport.upload import Uploader, uploader
+from rillflow.weights.transport import object_store
+from rillflow.weights.transport.object_store import ObjectSource, Uploader, uploader
+from rillflow.weights.transport.sources import ApartSource, FolderSource, HttpSource, open_source
 from weight_servers import leaves_no_write_behind
 
 KEY = key_of("the run's token")
@@ -130,8 +129,8 @@ async def test_damaged_files_are_refused(place: tuple[FolderStore, Any], tmp_pat
 
 
 async def test_what_has_come_is_not_fetched_again(tmp_path: Path, url: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sources, "_BLOCK", 100)
-    monkeypatch.setattr(sources, "_FIRST_PAUSE", 0.0)
+    monkeypatch.setattr(object_store, "_BLOCK", 100)
+    monkeypatch.setattr(object_store, "_FIRST_PAUSE", 0.0)
     store = filled(tmp_path / "w")
     Uploader(store, url).copy()
     asked: list[tuple[int, int]] = []
@@ -201,8 +200,8 @@ async def test_a_store_that_hangs_is_told_of_soon(tmp_path: Path, url: str, monk
     """Nodes look at the line before they start."""
     released = threading.Event()
     monkeypatch.setattr(MemoryFileSystem, "cat_file", lambda *_, **__: released.wait(60))
-    monkeypatch.setattr(sources, "_SMALL_DEADLINE", 0.01)
-    monkeypatch.setattr(sources, "_FIRST_PAUSE", 0.0)
+    monkeypatch.setattr(object_store, "_SMALL_DEADLINE", 0.01)
+    monkeypatch.setattr(object_store, "_FIRST_PAUSE", 0.0)
     try:
         async with asyncio.timeout(20):
             with pytest.raises(Unavailable, match="does not answer"):

@@ -16,7 +16,7 @@ import torch
 
 from rillflow.trainer.algorithms.common import Tokens, WholeRows
 from rillflow.trainer.algorithms.losses.clip import Clip, ClippedLoss
-from rillflow.trainer.parallel.peers import Alone, Peers
+from rillflow.trainer.parallel import Alone, Peers
 
 WIDEST_LOW, WIDEST_HIGH = 0.95, 20.0
 # The bounds lie this far beyond the token that they are made from, so that its own rounding in fp32 does not clip it.

@@ -17,7 +17,7 @@ from rillflow.config import TrainerConfig, resolve_object
 from rillflow.errors import ConfigError, GraphError
 from rillflow.trainer.algorithms.common import BatchLoss, Loss, WholeRows, none_of
 from rillflow.trainer.algorithms.losses.reinforce import token_weights
-from rillflow.trainer.parallel.peers import Alone, Peers
+from rillflow.trainer.parallel import Alone, Peers
 
 _INPUT_BOUND, _OUTPUT_BOUND = 20.0, 10.0
 

@@ -1,1 +1,0 @@
-"""The engines of a node: one stream of tokens for each call, and which engines may sample."""
