@@ -14,6 +14,7 @@ from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 
 from rillflow.config import LoraConfig, TrainerConfig
 from rillflow.trainer import lora
+from rillflow.trainer.checkpoint import own_slices, wanted_by
 from rillflow.trainer.optimizer import Optimizer
 from rillflow.trainer.parallel import sharding
 from rillflow.trainer.parallel.distributed import connect
@@ -51,10 +52,10 @@ def assert_near(got: torch.Tensor, expected: torch.Tensor) -> None:
     torch.testing.assert_close(got, expected, rtol=0.0, atol=2e-5 * float(expected.abs().max()))
 
 
-def gradients_are_summed(peers: Peers, *, tied: bool) -> None:
+def gradients_are_summed(peers: Peers, *, tied: bool, copies: int = 1, late: bool = False) -> None:
     """Two micro-batches on each rank, then an update; against one process with all of them."""
     plain, sharded = model_of(tied=tied), model_of(tied=tied)
-    shard(sharded, TrainerConfig(sharding="fsdp"), peers, CPU)
+    shard(sharded, TrainerConfig(sharding="fsdp", ranks=peers.size, copies=copies), peers, CPU)
     assert all(isinstance(parameter, DTensor) for parameter in sharded.parameters())
     run = entered(sharded, lambda tokens: loss_of(sharded, tokens))
     optimizers = [torch.optim.SGD(model.parameters(), lr=1e-4) for model in (plain, sharded)]
@@ -65,7 +66,9 @@ def gradients_are_summed(peers: Peers, *, tied: bool) -> None:
             scored = run(tokens_of(peers.rank, step))
         torch.testing.assert_close(scored, losses[2 * peers.rank].detach(), rtol=1e-5, atol=1e-5)
         for micro in (step, step + 9):
+            sharding.reduce_gradients(sharded, micro == step + 9 or not late)
             run(tokens_of(peers.rank, micro)).backward()
+            assert not (late and micro == step and any(p.grad is not None for p in sharded.parameters()))
         expected = dict(plain.named_parameters())
         for name, parameter in sharded.named_parameters():
             assert parameter.grad is not None
@@ -190,6 +193,48 @@ def adapters_are_sharded(peers: Peers) -> None:
         assert torch.equal(tensor.to_local(), several.masters()[name].to_local())
 
 
+def copies_are_written_once(peers: Peers) -> None:
+    """Of a model in two copies, checkpoints and publications have each weight once, and the norm counts it once."""
+    config = TrainerConfig(sharding="fsdp", ranks=peers.size, copies=2, lr=0.01)
+    plain, sharded = model_of(), model_of()
+    shard(sharded, config, peers, CPU)
+    run = entered(sharded, lambda tokens: loss_of(sharded, tokens))
+    one, several = Optimizer(plain, config.model_copy(update={"copies": 1}), Alone()), Optimizer(sharded, config, peers)
+    sum(loss_of(plain, tokens_of(rank, 0)) for rank in range(peers.size)).backward()
+    run(tokens_of(peers.rank, 0)).backward()
+    torch.testing.assert_close(*(torch.tensor(made.update(0.1)["grad_norm"]) for made in (one, several)))
+    expected = one.weights(torch.float32)
+    slices, _ = own_slices(several.masters(), peers.rank, peers.size)
+    shards = several.shards(torch.float32)
+    for name, tensor in several.masters().items():
+        rows, weights = len(slices.get(name, ())), sum(p.numel() for at, p in shards.parts.items() if at.tensor == name)
+        assert peers.total([rows, weights]) == [len(tensor), tensor.numel()]
+        assert_near(whole(tensor, torch.float32), expected[name])
+    wanted = wanted_by(several.masters(), peers.rank, peers.size)
+    again = model_of()
+    shard(again, config, peers, CPU)
+    resumed = Optimizer(again, config, peers)
+    kept = {name: whole(tensor, torch.float32) for name, tensor in several.masters().items()}
+    moments = {name: whole(tensor, torch.float32) for name, tensor in several.moments().items()}
+    mine = [
+        {
+            name: tensor[slice(*wanted(name, tuple(tensor.shape)))] if tensor.ndim else tensor
+            for name, tensor in of.items()
+        }
+        for of in (kept, moments)
+    ]
+    resumed.restore(mine[0], mine[1], several.steps)
+    for name, tensor in resumed.masters().items():
+        assert torch.equal(tensor.to_local(), several.masters()[name].to_local())
+    for made in (several, resumed):
+        made.zero()
+    for model in (sharded, again):
+        entered(model, lambda tokens, model=model: loss_of(model, tokens))(tokens_of(peers.rank, 1)).backward()
+    assert several.update(0.1) == resumed.update(0.1)
+    for name, tensor in resumed.masters().items():
+        assert torch.equal(tensor.to_local(), several.masters()[name].to_local())
+
+
 def main(rank: int, ranks: int, rendezvous: str, folder: str) -> None:
     warnings.simplefilter("error")
     warnings.filterwarnings("ignore", "mkldnn_matmul failed", UserWarning)  # of a CPU that computes bf16 in software
@@ -202,5 +247,10 @@ def main(rank: int, ranks: int, rendezvous: str, folder: str) -> None:
         adapters_are_sharded(peers)
         gradients_are_summed(peers, tied=True)
         gradients_are_summed(peers, tied=False)
+        gradients_are_summed(peers, tied=True, late=True)
+        if ranks % 2 == 0:
+            gradients_are_summed(peers, tied=True, copies=2)
+            gradients_are_summed(peers, tied=False, copies=2, late=True)
+            copies_are_written_once(peers)
         bf16_computes_low_and_keeps_high(peers)
         what_a_restore_writes_is_what_computes(peers)
