@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import sys
 import warnings
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 from rillflow.config import LoraConfig, TrainerConfig
 from rillflow.trainer import lora
 from rillflow.trainer.checkpoint import own_slices, wanted_by
+from rillflow.trainer.graph.worker import Worker
 from rillflow.trainer.optimizer import Optimizer
 from rillflow.trainer.parallel import sharding
 from rillflow.trainer.parallel.distributed import connect
@@ -235,6 +237,42 @@ def copies_are_written_once(peers: Peers) -> None:
         assert torch.equal(tensor.to_local(), several.masters()[name].to_local())
 
 
+class Abandoned(Exception):
+    pass
+
+
+def an_abandoned_update_leaves_no_gradient(peers: Peers) -> None:
+    """Gradients that were added up before a step was abandoned are part of no later update."""
+    sys.path.append(str(Path(__file__).parents[1]))
+    from trainer_helpers import learner, random_rows, small_model
+
+    settings: dict[str, Any] = {"sharding": "fsdp", "accumulate": "whole", "ranks": peers.size}
+    settings |= {"micro_tokens": 20, "batch_groups": 3}
+
+    def made() -> Worker:
+        model = small_model()
+        shard(model, TrainerConfig(**settings), peers, CPU)
+        return learner(model, peers=peers, **settings)
+
+    once, never = made(), made()
+    left = iter([None, None, None])
+
+    def check() -> None:
+        if next(left, Abandoned) is Abandoned:
+            raise Abandoned
+
+    try:
+        once.step([random_rows(1)], check)
+    except Abandoned:
+        pass
+    else:
+        raise AssertionError("the step was not abandoned")
+    found = [worker.step([random_rows(5)]) for worker in (once, never)]
+    assert found[0]["grad_norm"] == found[1]["grad_norm"]
+    for name, tensor in once.masters().items():
+        assert torch.equal(tensor.to_local(), never.masters()[name].to_local())
+
+
 def main(rank: int, ranks: int, rendezvous: str, folder: str) -> None:
     warnings.simplefilter("error")
     warnings.filterwarnings("ignore", "mkldnn_matmul failed", UserWarning)  # of a CPU that computes bf16 in software
@@ -252,5 +290,6 @@ def main(rank: int, ranks: int, rendezvous: str, folder: str) -> None:
             gradients_are_summed(peers, tied=True, copies=2)
             gradients_are_summed(peers, tied=False, copies=2, late=True)
             copies_are_written_once(peers)
+        an_abandoned_update_leaves_no_gradient(peers)
         bf16_computes_low_and_keeps_high(peers)
         what_a_restore_writes_is_what_computes(peers)
