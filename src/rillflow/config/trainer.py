@@ -144,7 +144,10 @@ class AlgorithmConfig(Section):
 
 
 # Options that only the backend rillflow has.
-_OWN = ("ranks", "sharding", "attention", "trees", "compile", "lora", "optimizer", "router_loss", "replay_routing")
+_OWN = (
+    "ranks", "sharding", "copies", "accumulate", "attention", "trees", "compile", "lora", "optimizer", "router_loss",
+    "replay_routing",
+)  # fmt: skip
 _MOST_PROFILED = 20  # steps: a profile is held in memory until its last step
 
 
@@ -237,6 +240,14 @@ class TrainerConfig(AlgorithmConfig):
     sharding: Literal["none", "fsdp"] = Field(
         "none", description="whether each rank holds the whole model, or a shard of it (FSDP2)"
     )
+    copies: Positive = Field(
+        1, description="copies of a sharded model; the ranks of each share its weights (HSDP), the copies add gradients"
+    )
+    accumulate: Literal["sharded", "whole"] = Field(
+        "sharded",
+        description="gradients of a sharded model between micro-batches: reduced after each, or only after the last; "
+        "whole sends fewer messages and keeps a whole gradient on every rank",
+    )
     attention: Literal["auto", "padded", "sdpa", "varlen", "cudnn", "flex"] = Field(
         "auto",
         description="padded runs any model; sdpa, varlen (GPU), cudnn (GPU: varlen, and cuDNN's kernel where one row "
@@ -283,6 +294,10 @@ class TrainerConfig(AlgorithmConfig):
             raise ValueError("router_loss and replay_routing need compile: false")
         if self.optimizer != "adamw" and self.sharding == "fsdp":
             raise ValueError(f"optimizer: {self.optimizer} needs sharding: none, because it must see whole matrices")
+        if self.sharding == "none" and (self.copies > 1 or self.accumulate != "sharded"):
+            raise ValueError("copies and accumulate belong to sharding: fsdp")
+        if self.ranks % self.copies:
+            raise ValueError(f"ranks ({self.ranks}) must be a multiple of copies ({self.copies})")
         if (self.schedule == "wsd") != (self.decay_steps is not None):
             raise ValueError("decay_steps belongs to schedule: wsd, which needs it")
         if self.schedule == "constant" and self.min_lr:

@@ -39,7 +39,8 @@ from safetensors import SafetensorError, safe_open
 from rillflow.errors import CheckpointError, CorruptData
 from rillflow.storage import disk_errors
 from rillflow.trainer.background import DEADLINE, BackgroundWriter, HostCopy, collect, hand_in
-from rillflow.trainer.parallel import Alone, Peers, share
+from rillflow.trainer.parallel import Alone, Peers
+from rillflow.trainer.parallel.sharding import shard_place
 from rillflow.types.base import json_decoder
 from rillflow.weights import sealed
 from rillflow.weights.codec import encode
@@ -67,14 +68,16 @@ def is_sharded(tensor: torch.Tensor) -> bool:
 
 
 def own_slices(tensors: Tensors, rank: int, ranks: int) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
-    """Return the slices that this rank writes, and a note of their rows. Rank 0 writes scalars."""
+    """Return the slices that this rank writes, and a note of their rows. Rank 0 writes scalars; of a model with copies
+    only the first is written."""
     mine: dict[str, torch.Tensor] = {}
     rows: dict[str, Range] = {}
     for name, tensor in tensors.items():
-        start, stop = share(tensor.shape[0], rank, ranks) if tensor.ndim else (0, 1)
+        place = shard_place(tensor, rank, ranks)
+        start, stop = place.rows(tensor.shape[0]) if tensor.ndim else (0, 1)
         if tensor.ndim == 0 and rank == 0:
             mine[name] = local(tensor)
-        elif tensor.ndim and start < stop:
+        elif tensor.ndim and start < stop and place.copy == 0:
             mine[name] = local(tensor) if is_sharded(tensor) else tensor[start:stop]
             rows[name] = (start, tensor.shape[0])
     return mine, {SLICES: json.dumps(rows)} if ranks > 1 else {}
@@ -86,12 +89,12 @@ def wanted_by(like: Tensors, rank: int, ranks: int) -> Wanted:
     It needs its own shard of a tensor that is sharded in `like`, and of a tensor with the shape of such a tensor and
     its name after a word (`exp_avg/`). It needs all rows of any other tensor.
     """
-    sharded = {name: tuple(tensor.shape) for name, tensor in like.items() if is_sharded(tensor)}
+    sharded = {name: tensor for name, tensor in like.items() if is_sharded(tensor)}
 
     def wanted(name: str, shape: tuple[int, ...]) -> Range:
-        if any(sharded.get(known) == shape for known in _bare(name)):
-            return share(shape[0], rank, ranks)
-        return 0, shape[0]
+        found = (sharded.get(known) for known in _bare(name))
+        alike = next((tensor for tensor in found if tensor is not None and tuple(tensor.shape) == shape), None)
+        return (0, shape[0]) if alike is None else shard_place(alike, rank, ranks).rows(shape[0])
 
     return wanted
 

@@ -25,6 +25,7 @@ from rillflow.trainer.batches import Databuffer, joined
 from rillflow.trainer.metrics import Totals
 from rillflow.trainer.packing import MicroBatch, idle, micro_batches
 from rillflow.trainer.parallel import Peers
+from rillflow.trainer.parallel.sharding import reduce_gradients
 from rillflow.trainer.utilisation import Work, peak
 from rillflow.weights.models import DTYPES
 
@@ -118,6 +119,8 @@ class Learner:
         self._peers = peers
         self._in_order = in_order
         self._device = next(model.parameters()).device
+        self._late = config.accumulate == "whole" and peers.size > 1  # gradients are reduced once an update
+        self._unreduced = False  # whether gradients were added up and not reduced
         self._work = Work(model)
         self._busy = 0.0  # seconds since the last metrics
         self._done = 0.0  # operations since then
@@ -176,6 +179,7 @@ class Learner:
         self, parts: Iterable[Databuffer], objective: Objective, tally: _Tally, check: Callable[[], None]
     ) -> None:
         assert self.optimizer is not None, f"the {self.role} has no optimizer"
+        self._reduce(self._unreduced)  # of an update that was abandoned
         self.optimizer.zero()
         summed = torch.zeros(2, dtype=torch.float64, device=self._device)
         count = 0.0
@@ -189,6 +193,7 @@ class Learner:
                 count += objective.count(data)
                 tally.tokens += int(data.rows.mask_N.sum())
                 summed += self._accumulate(data, objective, tally, check)
+            self._reduce(self._late)
             check()
         except BaseException:
             self.optimizer.zero()
@@ -279,7 +284,18 @@ class Learner:
             yield idle(columns, self._device), False
 
     def _backward(self, loss: torch.Tensor) -> None:
+        if self._late:
+            reduce_gradients(self.model, False)
+            self._unreduced = True
         loss.backward()  # type: ignore[no-untyped-call]
+
+    def _reduce(self, wanted: bool) -> None:
+        """Reduce the gradients that were added up, by an idle pass. All ranks call this together."""
+        if wanted:
+            reduce_gradients(self.model, True)
+            score_T, _ = self._scores(idle((), self._device))
+            (0.0 * score_T.sum()).backward()  # type: ignore[no-untyped-call]
+            self._unreduced = False
 
     def _balance(self, micro: MicroBatch, of_token: float) -> torch.Tensor | None:
         """Return the balance loss of the last forward pass, weighted by the micro-batch's share of the divisor."""

@@ -112,7 +112,7 @@ class Optimizer:
         norm = get_total_norm(rest)
         if not any(isinstance(parameter, DTensor) for parameter in self._parameters.values()):
             return norm
-        square = self._peers.total([float(get_total_norm(shards)) ** 2])[0] + float(norm) ** 2
+        square = self._peers.total([float(get_total_norm(shards)) ** 2])[0] / self._config.copies + float(norm) ** 2
         return torch.tensor(math.sqrt(square), device=next(iter(self._masters.values())).device)
 
     def _lower(self) -> None:

@@ -138,10 +138,11 @@ CURVES = repetitions(["grpo", "whitened updates"], list(ALGORITHMS))
 
 
 VARIANTS: list[dict[str, Any]] = [
-    {"ranks": 2, "micro_tokens": 17, "sharding": "fsdp"},
+    {"ranks": 2, "micro_tokens": 17, "sharding": "fsdp", "accumulate": "whole"},
     {"ranks": 2, "micro_tokens": 64},
     {"ranks": 4, "micro_tokens": 30, "sharding": "fsdp"},
     {"ranks": 4, "micro_tokens": 17},
+    {"ranks": 4, "micro_tokens": 17, "sharding": "fsdp", "copies": 2, "accumulate": "whole"},
 ]
 
 
@@ -152,7 +153,7 @@ def test_ranks_shards_and_micro_batches_give_the_same_curve(trainers: Trainers, 
     expected = trainers.curve(tmp_path / "one", micro_tokens=64, **algorithm)
     losses = [metrics["loss"] for metrics in expected[0]]
     assert len({round(loss, 7) for loss in losses}) == STEPS
-    for number, variant in enumerate(VARIANTS[: repetitions(2, 4)] if name == "grpo" else VARIANTS[:1]):
+    for number, variant in enumerate(VARIANTS[: repetitions(2, 5)] if name == "grpo" else VARIANTS[:1]):
         assert_same_curves(trainers.curve(tmp_path / str(number), **algorithm, **variant), expected)
 
 
@@ -277,13 +278,13 @@ def test_a_commit_that_came_too_late_ends_all_ranks(trainers: Trainers, tmp_path
 
 
 SHORT: list[dict[str, Any]] = [
-    {"ranks": 4, "sharding": "fsdp", "steps": 4},
-    {"ranks": 2, "sharding": "none", "steps": 8},
+    {"ranks": 4, "sharding": "fsdp", "copies": 2, "steps": 4},
+    {"ranks": 2, "sharding": "none", "copies": 1, "steps": 8},
     {"ranks": 1, "sharding": "none", "steps": STEPS},
 ]
 LONG: list[dict[str, Any]] = [
     {"ranks": 4, "sharding": "fsdp", "steps": 3},
-    {"ranks": 2, "sharding": "fsdp", "steps": 6},
+    {"ranks": 2, "sharding": "fsdp", "copies": 1, "steps": 6},
     {"ranks": 4, "sharding": "none", "steps": 9},
     {"ranks": 1, "sharding": "none", "steps": STEPS},
 ]

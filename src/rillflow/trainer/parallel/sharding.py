@@ -2,8 +2,11 @@
 
 Every decoder layer is gathered when it computes and resharded afterwards; the rest (embeddings, the last norm, the
 head) is gathered for the whole pass, so tied embeddings stay one weight. Gradients are summed over ranks, never
-averaged: the learner scales them. They are reduced after every backward pass: waiting for the last micro-batch would
-save messages but keep a whole gradient on every rank. So every rank runs the same number of passes.
+averaged: the learner scales them. Every rank runs the same number of passes.
+
+With `trainer.copies` k the ranks hold k copies of the sharded model (HSDP): ranks 0 to n - 1 the shards of the first,
+the next n those of the second. Gradients are reduced after every backward pass, so that no rank ever holds a whole one.
+With `trainer.accumulate: whole` every rank adds up a whole gradient and reduces it once (`reduce_gradients`).
 
 The masters are the fp32 shards. In bf16 each weight is cast when it is gathered, and gradients are reduced in fp32.
 
@@ -65,7 +68,15 @@ def shard(model: PreTrainedModel, config: TrainerConfig, peers: Peers, device: t
     if any(parameter.requires_grad and parameter.dtype != torch.float32 for parameter in model.parameters()):
         raise ConfigError("a model to be sharded must be loaded in fp32", "load it in fp32: its shards are the masters")
     device = device or next(model.parameters()).device
-    mesh = init_device_mesh(device.type, (peers.size,))
+    if peers.size % config.copies:
+        raise ConfigError(
+            f"{peers.size} ranks cannot hold {config.copies} copies of a sharded model",
+            "set trainer.ranks to a multiple of trainer.copies",
+        )
+    shape, names = (config.copies, peers.size // config.copies), ("copies", "shards")
+    if config.copies == 1:
+        shape, names = shape[1:], names[1:]
+    mesh = init_device_mesh(device.type, shape, mesh_dim_names=names)
     precision = MixedPrecisionPolicy(
         param_dtype=torch.bfloat16 if config.dtype == "bf16" else None,
         reduce_dtype=torch.float32,
@@ -101,6 +112,34 @@ def entered(model: nn.Module, run: Callable[P, T]) -> Callable[P, T]:
     return entry
 
 
+def reduce_gradients(model: nn.Module, now: bool) -> None:
+    """Decide whether backward passes from here on reduce the gradients, with all that was added up before, or only add
+    to them."""
+    if isinstance(model, FSDPModule):
+        model.set_requires_gradient_sync(now)
+
+
+class ShardPlace(NamedTuple):
+    """Which shard of a tensor a rank holds, of how many, and in which copy of the model."""
+
+    shard: int
+    shards: int
+    copy: int
+
+    def rows(self, count: int) -> tuple[int, int]:
+        """Return the first of the shard's rows and the row after its last."""
+        return share(count, self.shard, self.shards)
+
+
+def shard_place(tensor: object, rank: int, ranks: int) -> ShardPlace:
+    """Return this rank's place; that of a tensor which is not sharded is as if it were, over all ranks."""
+    if not isinstance(tensor, DTensor):
+        return ShardPlace(rank, ranks, 0)
+    mesh = tensor.device_mesh
+    copy = mesh.get_local_rank(0) if mesh.ndim > 1 else 0
+    return ShardPlace(mesh.get_local_rank(mesh.ndim - 1), mesh.size(mesh.ndim - 1), copy)
+
+
 def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
     """Return the blocks that a decoder repeats, in order."""
     kinds = set(model._no_split_modules or ())
@@ -120,8 +159,8 @@ class Shards(NamedTuple):
 
 
 def shards_of(tensors: Tensors, aliases: Mapping[str, str], dtype: torch.dtype, peers: Peers) -> Shards:
-    """Return this rank's part of each tensor. Rank 0 has tensors that are not sharded, and tensors whose shards do not
-    begin at multiples of 8 bytes, which all ranks gather together."""
+    """Return this rank's part of each tensor; the ranks of the first copy have them. Rank 0 has tensors that are not
+    sharded, and tensors whose shards do not begin at multiples of 8 bytes, which all ranks gather together."""
     parts: dict[Part, torch.Tensor] = {}
     facts: dict[str, TensorFacts] = {}
     for name, tensor in tensors.items():
@@ -137,9 +176,11 @@ def _own(tensor: torch.Tensor, peers: Peers) -> tuple[int, torch.Tensor]:
     """Return the place of the first weight of this rank's part, and the part."""
     if isinstance(tensor, DTensor):
         row = math.prod(tensor.shape[1:])
-        firsts = [share(tensor.shape[0], rank, peers.size)[0] * row for rank in range(peers.size)]
+        place = shard_place(tensor, peers.rank, peers.size)
+        firsts = [share(tensor.shape[0], shard, place.shards)[0] * row for shard in range(place.shards)]
         if all(can_begin(first, tensor.element_size()) for first in firsts):
-            return firsts[peers.rank], tensor.to_local()
+            mine = tensor.to_local()
+            return firsts[place.shard], mine if place.copy == 0 else mine.new_empty(0)
         tensor = tensor.full_tensor()
     return 0, tensor if peers.rank == 0 else tensor.new_empty(0)
 
@@ -152,18 +193,19 @@ def whole(tensor: torch.Tensor, dtype: torch.dtype, *, here: bool = True) -> tor
     """
     if not isinstance(tensor, DTensor):
         return tensor.to(dtype)
-    mesh, local, shape = tensor.device_mesh, tensor.to_local(), tensor.shape
+    place, local, shape = shard_place(tensor, 0, 1), tensor.to_local(), tensor.shape
+    group = tensor.device_mesh.get_group(tensor.device_mesh.ndim - 1)
     full = torch.empty(shape if here else (0,), dtype=dtype)
     step = max(1, _PIECE // max(1, math.prod(shape[1:]) * dtype.itemsize))
-    for rank in range(mesh.size()):
-        first, last = share(shape[0], rank, mesh.size())
+    for shard in range(place.shards):
+        first, last = share(shape[0], shard, place.shards)
         for row in range(first, last, step):
             rows = slice(row, min(row + step, last))
-            if rank == mesh.get_local_rank():
+            if shard == place.shard:
                 piece = local[row - first : rows.stop - first].to(dtype).contiguous()
             else:
                 piece = local.new_empty((rows.stop - row, *shape[1:]), dtype=dtype)
-            dist.broadcast(piece, group=mesh.get_group(), group_src=rank)
+            dist.broadcast(piece, group=group, group_src=shard)
             if here:
                 full[rows].copy_(piece)
     return full
@@ -254,7 +296,7 @@ def _fill(model: PreTrainedModel, files: dict[str, tuple[Path, tuple[int, ...]]]
             for name, parameter in wanted.items():
                 rows = file.get_slice(name)
                 if isinstance(parameter, DTensor):
-                    first, last = share(parameter.shape[0], peers.rank, peers.size)
+                    first, last = shard_place(parameter, peers.rank, peers.size).rows(parameter.shape[0])
                     parameter.to_local().copy_(rows[first:last])
                 else:
                     parameter.copy_(rows[:])

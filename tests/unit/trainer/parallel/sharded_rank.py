@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import sys
 import warnings
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,8 @@ from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 
 from rillflow.config import LoraConfig, TrainerConfig
 from rillflow.trainer import lora
+from rillflow.trainer.checkpoint import own_slices, wanted_by
+from rillflow.trainer.graph.worker import Worker
 from rillflow.trainer.optimizer import Optimizer
 from rillflow.trainer.parallel import Alone, Peers, sharding
 from rillflow.trainer.parallel.distributed import connect
@@ -50,10 +53,10 @@ def assert_near(got: torch.Tensor, expected: torch.Tensor) -> None:
     torch.testing.assert_close(got, expected, rtol=0.0, atol=2e-5 * float(expected.abs().max()))
 
 
-def gradients_are_summed(peers: Peers, *, tied: bool) -> None:
+def gradients_are_summed(peers: Peers, *, tied: bool, copies: int = 1, late: bool = False) -> None:
     """Two micro-batches on each rank, then an update; against one process with all of them."""
     plain, sharded = model_of(tied=tied), model_of(tied=tied)
-    shard(sharded, TrainerConfig(sharding="fsdp"), peers, CPU)
+    shard(sharded, TrainerConfig(sharding="fsdp", ranks=peers.size, copies=copies), peers, CPU)
     assert all(isinstance(parameter, DTensor) for parameter in sharded.parameters())
     run = entered(sharded, lambda tokens: loss_of(sharded, tokens))
     optimizers = [torch.optim.SGD(model.parameters(), lr=1e-4) for model in (plain, sharded)]
@@ -64,7 +67,9 @@ def gradients_are_summed(peers: Peers, *, tied: bool) -> None:
             scored = run(tokens_of(peers.rank, step))
         torch.testing.assert_close(scored, losses[2 * peers.rank].detach(), rtol=1e-5, atol=1e-5)
         for micro in (step, step + 9):
+            sharding.reduce_gradients(sharded, micro == step + 9 or not late)
             run(tokens_of(peers.rank, micro)).backward()
+            assert not (late and micro == step and any(p.grad is not None for p in sharded.parameters()))
         expected = dict(plain.named_parameters())
         for name, parameter in sharded.named_parameters():
             assert parameter.grad is not None
@@ -189,6 +194,84 @@ def adapters_are_sharded(peers: Peers) -> None:
         assert torch.equal(tensor.to_local(), several.masters()[name].to_local())
 
 
+def copies_are_written_once(peers: Peers) -> None:
+    """Of a model in two copies, checkpoints and publications have each weight once, and the norm counts it once."""
+    config = TrainerConfig(sharding="fsdp", ranks=peers.size, copies=2, lr=0.01)
+    plain, sharded = model_of(), model_of()
+    shard(sharded, config, peers, CPU)
+    run = entered(sharded, lambda tokens: loss_of(sharded, tokens))
+    one, several = Optimizer(plain, config.model_copy(update={"copies": 1}), Alone()), Optimizer(sharded, config, peers)
+    sum(loss_of(plain, tokens_of(rank, 0)) for rank in range(peers.size)).backward()
+    run(tokens_of(peers.rank, 0)).backward()
+    torch.testing.assert_close(*(torch.tensor(made.update(0.1)["grad_norm"]) for made in (one, several)))
+    expected = one.weights(torch.float32)
+    slices, _ = own_slices(several.masters(), peers.rank, peers.size)
+    shards = several.shards(torch.float32)
+    for name, tensor in several.masters().items():
+        rows, weights = len(slices.get(name, ())), sum(p.numel() for at, p in shards.parts.items() if at.tensor == name)
+        assert peers.total([rows, weights]) == [len(tensor), tensor.numel()]
+        assert_near(whole(tensor, torch.float32), expected[name])
+    wanted = wanted_by(several.masters(), peers.rank, peers.size)
+    again = model_of()
+    shard(again, config, peers, CPU)
+    resumed = Optimizer(again, config, peers)
+    kept = {name: whole(tensor, torch.float32) for name, tensor in several.masters().items()}
+    moments = {name: whole(tensor, torch.float32) for name, tensor in several.moments().items()}
+    mine = [
+        {
+            name: tensor[slice(*wanted(name, tuple(tensor.shape)))] if tensor.ndim else tensor
+            for name, tensor in of.items()
+        }
+        for of in (kept, moments)
+    ]
+    resumed.restore(mine[0], mine[1], several.steps)
+    for name, tensor in resumed.masters().items():
+        assert torch.equal(tensor.to_local(), several.masters()[name].to_local())
+    for made in (several, resumed):
+        made.zero()
+    for model in (sharded, again):
+        entered(model, lambda tokens, model=model: loss_of(model, tokens))(tokens_of(peers.rank, 1)).backward()
+    assert several.update(0.1) == resumed.update(0.1)
+    for name, tensor in resumed.masters().items():
+        assert torch.equal(tensor.to_local(), several.masters()[name].to_local())
+
+
+class Abandoned(Exception):
+    pass
+
+
+def an_abandoned_update_leaves_no_gradient(peers: Peers) -> None:
+    """Gradients that were added up before a step was abandoned are part of no later update."""
+    sys.path.append(str(Path(__file__).parents[1]))
+    from trainer_helpers import learner, random_rows, small_model
+
+    settings: dict[str, Any] = {"sharding": "fsdp", "accumulate": "whole", "ranks": peers.size}
+    settings |= {"micro_tokens": 20, "batch_groups": 3}
+
+    def made() -> Worker:
+        model = small_model()
+        shard(model, TrainerConfig(**settings), peers, CPU)
+        return learner(model, peers=peers, **settings)
+
+    once, never = made(), made()
+    left = iter([None, None, None])
+
+    def check() -> None:
+        if next(left, Abandoned) is Abandoned:
+            raise Abandoned
+
+    try:
+        once.step([random_rows(1)], check)
+    except Abandoned:
+        pass
+    else:
+        raise AssertionError("the step was not abandoned")
+    found = [worker.step([random_rows(5)]) for worker in (once, never)]
+    assert found[0]["grad_norm"] == found[1]["grad_norm"]
+    for name, tensor in once.masters().items():
+        assert torch.equal(tensor.to_local(), never.masters()[name].to_local())
+
+
 def main(rank: int, ranks: int, rendezvous: str, folder: str) -> None:
     warnings.simplefilter("error")
     warnings.filterwarnings("ignore", "mkldnn_matmul failed", UserWarning)  # of a CPU that computes bf16 in software
@@ -201,5 +284,11 @@ def main(rank: int, ranks: int, rendezvous: str, folder: str) -> None:
         adapters_are_sharded(peers)
         gradients_are_summed(peers, tied=True)
         gradients_are_summed(peers, tied=False)
+        gradients_are_summed(peers, tied=True, late=True)
+        if ranks % 2 == 0:
+            gradients_are_summed(peers, tied=True, copies=2)
+            gradients_are_summed(peers, tied=False, copies=2, late=True)
+            copies_are_written_once(peers)
+        an_abandoned_update_leaves_no_gradient(peers)
         bf16_computes_low_and_keeps_high(peers)
         what_a_restore_writes_is_what_computes(peers)

@@ -21,7 +21,7 @@ RANK = Path(__file__).with_name("sharded_rank.py")
 
 @pytest.mark.slow
 @pytest.mark.soak
-@pytest.mark.parametrize("ranks", repetitions([3], [2, 3, 4]))
+@pytest.mark.parametrize("ranks", repetitions([3, 4], [2, 3, 4]))
 def test_shards_compute_what_the_whole_does(warm: Warm, tmp_path: Path, ranks: int) -> None:
     run_ranks(RANK, ranks, tmp_path, str(tmp_path), warm=warm)
 
