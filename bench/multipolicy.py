@@ -26,7 +26,6 @@ trained episodes have waited for the tool: a side that trains on quick episodes 
 
 from __future__ import annotations
 
-import json
 import shutil
 import statistics
 import tempfile
@@ -52,8 +51,9 @@ LAST = 5  # steps over which the reward at the end is averaged
 _HERE = Path(__file__).parent
 _WORK = _HERE / "multipolicy_work"
 _FIRST = "SELECT min(admitted_at) FROM groups WHERE lane = 'train'"
+_DROPPED = "SELECT total(n) FROM share_tally WHERE state = 'expired' AND cause IN ('stale', 'surplus')"
 _TRAINED = (
-    "SELECT g.prompt, t.place FROM shares s JOIN groups g ON g.id = s.grp JOIN tasks t ON t.grp = s.grp "
+    "SELECT t.seed FROM shares s JOIN tasks t ON t.grp = s.grp "
     "WHERE s.stream = ? AND s.state = 'trained' AND t.state = 'done'"
 )
 
@@ -80,14 +80,15 @@ class Steps:
 
 @dataclass(frozen=True)
 class Outcome:
-    """One run. `begun` is when the first prompt was admitted; `played` counts episodes, `expired` shares of a group."""
+    """One run. `begun` is when the first prompt was admitted; `played` counts episodes, `dropped` the groups that one
+    policy's trainer did not get because they were too old or too many for it."""
 
     seed: int
     begun: float
     policies: dict[str, Steps]
     after: Mean
     played: int
-    expired: int
+    dropped: int
     waited: float
 
     @property
@@ -152,7 +153,7 @@ def read(run: Path, seed: int) -> Outcome:
     """Return the outcome of a finished run."""
     metrics = read_metrics(run / "metrics.jsonl", POLICIES[0])
     ((first,),) = asked(run, _FIRST)
-    counts: Mapping[str, int] = json.loads((run / "summary.json").read_text())["counts"]
+    ((dropped,),) = asked(run, _DROPPED)
     trained = asked(run, _TRAINED, POLICIES[0])
     return Outcome(
         seed,
@@ -160,8 +161,8 @@ def read(run: Path, seed: int) -> Outcome:
         {name: _steps(metrics.of(name)) for name in POLICIES},
         held_out(run)[1],
         episodes(run),
-        sum(int(count) for cause, count in counts.items() if cause.startswith("expired.")),
-        statistics.fmean(latency(str(prompt), int(place)) for prompt, place in trained),
+        int(dropped),
+        statistics.fmean(latency(int(drawn)) for (drawn,) in trained),
     )
 
 
@@ -207,7 +208,7 @@ def _means(ours: Sequence[Any], peer: Sequence[Any], part: str) -> tuple[float, 
 
 
 HEAD = ["side", "seed", "samples/s", "seconds", *(f"{name}: step s, reward, staleness" for name in POLICIES),
-        "held-out", "episodes played", "expired", "waited s"]  # fmt: skip
+        "held-out", "episodes played", "groups dropped", "waited s"]  # fmt: skip
 
 
 def row(side: str, one: Outcome) -> list[str]:
@@ -217,7 +218,7 @@ def row(side: str, one: Outcome) -> list[str]:
         for of in one.policies.values()
     ]
     return [side, str(one.seed), f"**{one.rate:.1f}**", f"{one.seconds:.0f}", *each, f"{one.after.value:.2f}",
-            f"{one.played:,}", str(one.expired), f"{one.waited:.2f}"]  # fmt: skip
+            f"{one.played:,}", str(one.dropped), f"{one.waited:.2f}"]  # fmt: skip
 
 
 def _plain(one: Outcome) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """The workflow of both sides of `bench.multipolicy`: the stockroom with a checker and a slow tool.
 
-Every call of the tool waits for a time that depends on the prompt, the place in the group and the turn alone, so both
-sides wait equally long for the same episode. A wait costs no processor time.
+Every call of the tool waits for a time that depends on the task's seed and the turn alone, so both sides wait equally
+long for the same episode. A wait costs no processor time.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ MEDIAN, SPREAD = 1.0, 1.0
 LONGEST = 12.0
 
 
-def latency(prompt: str, place: int, turn: int = 0) -> float:
+def latency(seed: int, turn: int = 0) -> float:
     """Return the seconds that a call of the tool takes."""
-    draw = random.Random(f"{prompt}/{place}/{turn}").gauss(0, 1)
+    draw = random.Random(f"{seed}/{turn}").gauss(0, 1)
     return min(LONGEST, MEDIAN * math.exp(SPREAD * draw))
 
 
@@ -50,7 +50,7 @@ async def _solve(episode: Episode, solver: str, question: str) -> str | None:
         if not message.tool_calls:
             return message.content
         if not episode.evaluating:
-            await asyncio.sleep(latency(episode.task.prompt.id, episode.task.place, turn))
+            await asyncio.sleep(latency(episode.seed, turn))
         messages.append(message.model_dump(exclude_none=True))
         for call in message.tool_calls:
             said = stockroom.count(episode.payload, call.function.arguments)  # type: ignore[union-attr]
