@@ -21,7 +21,11 @@ tools nor devices; both are sleeps, which take no processor time from the other 
 
 The rate is that of both policies' samples from the moment when both have made 2 steps to the last commit of either. A
 fast policy makes its steps earlier and is then done; the slower one ends the run. `waited` is the mean time that the
-trained episodes have waited for the tool: a side that trains on quick episodes only would show it.
+trained episodes have waited for the tool: a side that trains on quick episodes only would show it. The two trainers of
+the synchronous side commit one after the other; episodes that begin between the two are played `again`.
+
+The checker cannot know the count that it judges. It learns the verdict that fits more often, which is `no` at first,
+and keeps it when most answers have become right: only the solver's reward tells how well a side learns.
 """
 
 from __future__ import annotations
@@ -51,6 +55,7 @@ LAST = 5  # steps over which the reward at the end is averaged
 _HERE = Path(__file__).parent
 _WORK = _HERE / "multipolicy_work"
 _FIRST = "SELECT min(admitted_at) FROM groups WHERE lane = 'train'"
+_AGAIN = "SELECT count(*) FROM ended_attempts WHERE state = 'returned' AND cause = 'stale'"
 _DROPPED = "SELECT total(n) FROM share_tally WHERE state = 'expired' AND cause IN ('stale', 'surplus')"
 _TRAINED = (
     "SELECT t.seed FROM shares s JOIN tasks t ON t.grp = s.grp "
@@ -77,17 +82,28 @@ class Steps:
     def reward(self) -> float:
         return statistics.fmean(self.rewards[-LAST:])
 
+    @property
+    def smooth(self) -> list[float]:
+        """Return the mean reward of each LAST steps in a row; fewer at the beginning."""
+        return [statistics.fmean(self.rewards[max(0, end - LAST) : end]) for end in range(1, len(self.rewards) + 1)]
+
+    def reached(self, level: float) -> float:
+        """Return when the mean reward of LAST steps was at least `level` for the first time."""
+        return next(ended for ended, reward in zip(self.ended, self.smooth, strict=True) if reward >= level)
+
 
 @dataclass(frozen=True)
 class Outcome:
-    """One run. `begun` is when the first prompt was admitted; `played` counts episodes, `dropped` the groups that one
-    policy's trainer did not get because they were too old or too many for it."""
+    """One run. `begun` is when the first prompt was admitted; `played` counts episodes, `again` those that were played
+    a second time because weights changed, `dropped` the groups that one policy's trainer did not get because they were
+    too old or too many for it."""
 
     seed: int
     begun: float
     policies: dict[str, Steps]
     after: Mean
     played: int
+    again: int
     dropped: int
     waited: float
 
@@ -153,6 +169,7 @@ def read(run: Path, seed: int) -> Outcome:
     """Return the outcome of a finished run."""
     metrics = read_metrics(run / "metrics.jsonl", POLICIES[0])
     ((first,),) = asked(run, _FIRST)
+    ((again,),) = asked(run, _AGAIN)
     ((dropped,),) = asked(run, _DROPPED)
     trained = asked(run, _TRAINED, POLICIES[0])
     return Outcome(
@@ -161,6 +178,7 @@ def read(run: Path, seed: int) -> Outcome:
         {name: _steps(metrics.of(name)) for name in POLICIES},
         held_out(run)[1],
         episodes(run),
+        int(again),
         int(dropped),
         statistics.fmean(latency(int(drawn)) for (drawn,) in trained),
     )
@@ -187,6 +205,10 @@ def report(ours: Sequence[Outcome], peer: Sequence[Outcome], destination: str | 
         mine, theirs = ([one.policies[policy] for one in side] for side in (ours, peer))
         made.add(f"step of the {policy}", *_medians(mine, theirs, "seconds"), unit="s", less_is_better=True)
         made.add(f"training reward of the {policy}, last {LAST} steps", *_means(mine, theirs, "reward"), unit="reward")
+    made.add(
+        f"to the highest training reward of the {POLICIES[0]} that both sides reach (mean of {LAST} steps)",
+        *_times_to_reward(ours, peer), unit="s", less_is_better=True,
+    )  # fmt: skip
     after = [statistics.fmean(one.after.value for one in side) for side in (ours, peer)]
     made.add("held-out reward of the solver after training", after[0], after[1] or None, unit="reward")
     made.finish(
@@ -207,8 +229,18 @@ def _means(ours: Sequence[Any], peer: Sequence[Any], part: str) -> tuple[float, 
     return mine, theirs or None
 
 
+def _times_to_reward(ours: Sequence[Outcome], peer: Sequence[Outcome]) -> tuple[float, float]:
+    """Return the medians over the seeds of the seconds from the first prompt to a reward that both sides reach."""
+    taken: list[list[float]] = []
+    for pair in zip(ours, peer, strict=True):
+        level = min(max(one.policies[POLICIES[0]].smooth) for one in pair)
+        taken.append([one.policies[POLICIES[0]].reached(level) - one.begun for one in pair])
+    mine, theirs = (statistics.median(side) for side in zip(*taken, strict=True))
+    return mine, theirs
+
+
 HEAD = ["side", "seed", "samples/s", "seconds", *(f"{name}: step s, reward, staleness" for name in POLICIES),
-        "held-out", "episodes played", "groups dropped", "waited s"]  # fmt: skip
+        "held-out", "episodes played", "again", "groups dropped", "waited s"]  # fmt: skip
 
 
 def row(side: str, one: Outcome) -> list[str]:
@@ -218,7 +250,7 @@ def row(side: str, one: Outcome) -> list[str]:
         for of in one.policies.values()
     ]
     return [side, str(one.seed), f"**{one.rate:.1f}**", f"{one.seconds:.0f}", *each, f"{one.after.value:.2f}",
-            f"{one.played:,}", str(one.dropped), f"{one.waited:.2f}"]  # fmt: skip
+            f"{one.played:,}", str(one.again), str(one.dropped), f"{one.waited:.2f}"]  # fmt: skip
 
 
 def _plain(one: Outcome) -> dict[str, Any]:

@@ -34,7 +34,7 @@ def _outcome(solver: list[float], checker: list[float], begun: float = 100.0) ->
     def steps(ended: list[float]) -> Steps:
         return Steps([begun + one for one in ended], [64] * len(ended), [0.5] * len(ended), 1.0, 2)
 
-    return Outcome(7, begun, {"solver": steps(solver), "checker": steps(checker)}, Mean(0.6, 0.1), 400, 3, 1.6)
+    return Outcome(7, begun, {"solver": steps(solver), "checker": steps(checker)}, Mean(0.6, 0.1), 400, 0, 3, 1.6)
 
 
 @pytest.mark.parametrize("side", [OURS, PEER])
@@ -98,6 +98,18 @@ def test_the_rate_counts_what_either_policy_trained_after_both_were_warm() -> No
     assert one.policies["solver"].seconds == 10.0
     assert one.policies["checker"].seconds == 8.5
     assert _outcome([10.0, 20.0, 30.0], [4.0, 8.0, 15.0]).rate == 64 / 10.0
+
+
+def test_the_time_to_a_reward_is_that_to_the_highest_that_both_reach() -> None:
+    def outcome(rewards: list[float], step: float) -> Outcome:
+        ended = [100.0 + step * place for place in range(1, len(rewards) + 1)]
+        solver = Steps(ended, [64] * len(rewards), rewards, 0.0, 0)
+        return Outcome(7, 100.0, {"solver": solver, "checker": solver}, Mean(0.6, 0.1), 400, 0, 0, 1.6)
+
+    ours, peer = outcome([0.0, 0.5, 0.5, 0.5, 0.5, 0.5], 2.0), outcome([0.0, 1.0, 1.0, 1.0, 1.0, 1.0], 10.0)
+    assert ours.policies["solver"].smooth == pytest.approx([0.0, 0.25, 1 / 3, 0.375, 0.4, 0.5])
+    assert ours.policies["solver"].reward == 0.5
+    assert multipolicy._times_to_reward([ours], [peer]) == (12.0, 20.0)
 
 
 def test_the_report_compares_medians_over_the_seeds(tmp_path: Path) -> None:
