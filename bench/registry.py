@@ -119,6 +119,7 @@ BENCHES: dict[str, Bench] = {
     "ledger": Bench(0.5),
     "ledgers": Bench(1.0),
     "two_policies": Bench(1.5),
+    "multipolicy": Bench(3),
     "dashboard": Bench(3),
     "data_algorithms": Bench(4),
     "edf_simulation": Bench(0.5),
