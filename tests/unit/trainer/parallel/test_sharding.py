@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from pydantic import ValidationError
 from torch import nn
 
 from commands import Warm
@@ -42,3 +44,22 @@ def test_whole_models_stay_as_they_are() -> None:
 def test_masters_are_never_rounded_before_they_are_sharded() -> None:
     with pytest.raises(ConfigError, match="fp32"):
         shard(nn.Linear(2, 2).to(torch.bfloat16), TrainerConfig(sharding="fsdp"), Pair())  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"copies": 2, "ranks": 2}, "copies and accumulate belong to sharding: fsdp"),
+        ({"accumulate": "whole"}, "copies and accumulate belong to sharding: fsdp"),
+        ({"sharding": "fsdp", "ranks": 3, "copies": 2}, r"ranks \(3\) must be a multiple of copies \(2\)"),
+    ],
+)
+def test_copies_and_late_reduction_need_shards_that_fit(settings: dict[str, Any], said: str) -> None:
+    with pytest.raises(ValidationError, match=said):
+        TrainerConfig(**settings)
+
+
+def test_ranks_that_cannot_hold_the_copies_are_refused() -> None:
+    config = TrainerConfig(sharding="fsdp", ranks=4, copies=4)
+    with pytest.raises(ConfigError, match="2 ranks cannot hold 4 copies"):
+        shard(nn.Linear(2, 2), config, Pair())  # type: ignore[arg-type]
