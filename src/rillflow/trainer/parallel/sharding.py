@@ -73,10 +73,10 @@ def shard(model: PreTrainedModel, config: TrainerConfig, peers: Peers, device: t
             f"{peers.size} ranks cannot hold {config.copies} copies of a sharded model",
             "set trainer.ranks to a multiple of trainer.copies",
         )
-    shape, names = (config.copies, peers.size // config.copies), ("copies", "shards")
+    axes = {"copies": config.copies, "shards": peers.size // config.copies}
     if config.copies == 1:
-        shape, names = shape[1:], names[1:]
-    mesh = init_device_mesh(device.type, shape, mesh_dim_names=names)
+        del axes["copies"]
+    mesh = init_device_mesh(device.type, tuple(axes.values()), mesh_dim_names=tuple(axes))
     precision = MixedPrecisionPolicy(
         param_dtype=torch.bfloat16 if config.dtype == "bf16" else None,
         reduce_dtype=torch.float32,
