@@ -322,3 +322,11 @@ def test_experts_that_lie_as_they_were_published_are_one_part() -> None:
     worker.rillflow_load(sorted(map(str, laid.folder.iterdir())))
     laid.remove()
     assert torch.equal(worker.model_runner.model.w13, stack)  # type: ignore[attr-defined]
+
+
+def test_a_loader_gets_the_names_of_a_checkpoint() -> None:
+    worker = RillflowWorker()
+    worker.model_runner = SimpleNamespace(model=Stacks())  # type: ignore[attr-defined]
+    pieces = {"published": [["gate_up", 0, [4, 12, 8], [96, 8, 1]], ["down", 384, [4, 8, 6], [48, 6, 1]]]}
+    spread = worker.rillflow_layout({"published": [576]}, "bfloat16", pieces)["spread"]
+    assert spread["published"] == [[0, [384], [1]], [384, [192], [1]]]

@@ -34,7 +34,7 @@ from rillflow.engine.servers.inside.rillflow_channel import LOST
 from rillflow.engine.servers.process import ServerProcess, free_port
 from rillflow.engine.vllm import server
 from rillflow.engine.vllm.server import ChannelClient
-from rillflow.errors import ContextOverflow, EngineError, EngineLost
+from rillflow.errors import ConfigError, ContextOverflow, EngineError, EngineLost
 from rillflow.types import FinishReason, GenerateRequest
 from rillflow.weights.models import DTYPES
 
@@ -98,7 +98,15 @@ class VllmEngine(InPlaceEngine):
     async def _learn_layout(self) -> None:
         shapes = {name: list(shape) for name, shape in self.model.shapes.items()}
         dtype = str(DTYPES[self.model.dtype]).removeprefix("torch.")
-        self.learn_layout(await self._call("rillflow_layout", shapes, dtype, deadline=_CONTROL_SECONDS))
+        try:
+            layout = await self._call("rillflow_layout", shapes, dtype, self.model.pieces, deadline=_CONTROL_SECONDS)
+        except EngineLost:
+            raise
+        except EngineError as error:
+            raise ConfigError(
+                f"its loader cannot be followed: {error.message}", "this model cannot be trained with vLLM"
+            ) from error
+        self.learn_layout(layout)
 
     async def lost(self) -> str:
         assert self._channel is not None

@@ -82,14 +82,17 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 class RillflowWorker:
     """Joined to vLLM's worker class; its methods are called through `collective_rpc` with plain arguments."""
 
-    def rillflow_layout(self, shapes: dict[str, list[int]], dtype: str) -> dict[str, Any]:
-        """Learn where tensors of these names and shapes live. Answers, for each, how it is spread on this rank."""
+    def rillflow_layout(
+        self, shapes: dict[str, list[int]], dtype: str, pieces: dict[str, list[Any]] | None = None
+    ) -> dict[str, Any]:
+        """Learn where tensors of these names and shapes live. Answers, for each, how it is spread on this rank. The
+        loader gets those that have `pieces` (name, offset, size, stride) piece by piece."""
         model: torch.nn.Module = self.model_runner.model  # type: ignore[attr-defined]
         wanted = getattr(torch, dtype)
         sources = {name: torch.empty(shape, dtype=wanted, device="meta") for name, shape in shapes.items()}
         recorder = _Recorder(sources, model)
         with recorder, torch.no_grad():
-            model.load_weights(iter(sources.items()))  # type: ignore[operator]
+            model.load_weights(_given(sources, pieces or {}))  # type: ignore[operator]
         recorder.places = {name: _joined(places) for name, places in recorder.places.items()}
         self.rillflow_places = recorder.places
         self.rillflow_facts = {name: (tuple(shape), wanted) for name, shape in shapes.items()}
@@ -252,6 +255,15 @@ class RillflowWorker:
             at += weights
 
 
+def _given(sources: dict[str, torch.Tensor], pieces: dict[str, list[Any]]) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield what a loader gets, by the names in a checkpoint."""
+    for name, source in sources.items():
+        if name not in pieces:
+            yield name, source
+        for piece, offset, size, stride in pieces.get(name, []):
+            yield piece, source.as_strided(size, stride, offset)
+
+
 # ---------------------------------------------------------------- one part
 
 
@@ -292,7 +304,7 @@ def _overlap(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 def _reach(held: torch.Tensor) -> tuple[int, int]:
     """Return where in its storage a tensor begins and ends."""
-    first = held.storage_offset()
+    first = int(held.storage_offset())
     return first, first + sum((size - 1) * step for size, step in zip(held.shape, held.stride(), strict=True)) + 1
 
 
