@@ -29,7 +29,8 @@ _TAIL_BYTES = 4000
 _CAUSE_BYTES = 1 << 20
 # The last line of a traceback, and the next one if it is indented: pydantic says there what is wrong.
 _ERROR = re.compile(r"(?m)(?:^|[\])] )((?:\w+\.)*\w*(?:Error|Exception|Exit): .+(?:\n  +\S.*)?)")
-_OF_ANOTHER = "Engine core initialization failed"  # vLLM, when another of its processes has told the cause
+# What vLLM's server says when another of its processes has told the cause.
+_OF_ANOTHER = ("Engine core initialization failed", "EngineCore encountered an issue")
 INSIDE = Path(__file__).resolve().parent / "inside"  # on the PYTHONPATH of every server
 DTYPE_NAMES = {"fp32": "float32", "bf16": "bfloat16"}  # as servers call them
 _LOOPBACK = ("localhost", "127.0.0.1", "::1")
@@ -98,7 +99,9 @@ class ServerProcess:
 
     def cause(self) -> str:
         """Return the last error in its log that tells a cause, or an empty string."""
-        errors = [found for found in _ERROR.findall(self._end(_CAUSE_BYTES)) if _OF_ANOTHER not in found]
+        errors = [
+            found for found in _ERROR.findall(self._end(_CAUSE_BYTES)) if not any(text in found for text in _OF_ANOTHER)
+        ]
         return " ".join(errors[-1].split()) if errors else ""
 
     def _end(self, size: int) -> str:

@@ -77,6 +77,7 @@ class VllmEngine(InPlaceEngine):
         await self._learn_layout()
         await self._call("rillflow_return_raw_logprobs", deadline=_CONTROL_SECONDS)
         await self._channel.call("resume", deadline=_CONTROL_SECONDS)
+        await self._try()
         if self.settings.server.url is not None:  # whatever it served before
             await self.put_initial()
 
@@ -107,6 +108,14 @@ class VllmEngine(InPlaceEngine):
                 f"its loader cannot be followed: {error.message}", "this model cannot be trained with vLLM"
             ) from error
         self.learn_layout(layout)
+
+    async def _try(self) -> None:
+        """Let the server read two tokens: some models load, and end it when it computes with them."""
+        try:
+            await self.scores([[0, 0]], self.version)
+        except EngineError as error:
+            cause = self.process.cause() if self.process is not None else ""
+            raise EngineLost(f"vLLM cannot compute with this model: {cause or error.message}", "see its log") from error
 
     async def lost(self) -> str:
         assert self._channel is not None
