@@ -29,7 +29,7 @@ _TAIL_BYTES = 4000
 _CAUSE_BYTES = 1 << 20
 # The last line of a traceback, and the next one if it is indented: pydantic says there what is wrong.
 _ERROR = re.compile(r"(?m)(?:^|[\])] )((?:\w+\.)*\w*(?:Error|Exception|Exit): .+(?:\n  +\S.*)?)")
-# What vLLM's server says when another of its processes has told the cause.
+# vLLM's server ends with one of these when another of its processes has logged the cause.
 _OF_ANOTHER = ("Engine core initialization failed", "EngineCore encountered an issue")
 INSIDE = Path(__file__).resolve().parent / "inside"  # on the PYTHONPATH of every server
 DTYPE_NAMES = {"fp32": "float32", "bf16": "bfloat16"}  # as servers call them
