@@ -47,7 +47,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "Gemma 2": ("gemma2", {"head_dim": 8, "query_pre_attn_scalar": 8, "sliding_window": WINDOW}),
     "Gemma 3": ("gemma3_text", {"head_dim": 8, "query_pre_attn_scalar": 8, "sliding_window": WINDOW}),
     "Mistral": ("mistral", {"head_dim": 8, "sliding_window": None}),
-    "Mistral, sliding window": ("mistral", {"head_dim": 8, "sliding_window": WINDOW}),
+    "Mistral with a sliding window": ("mistral", {"head_dim": 8, "sliding_window": WINDOW}),
     "Phi-3": ("phi3", {"sliding_window": None}),
     "Granite": ("granite", {"logits_scaling": 2.0, "residual_multiplier": 0.5}),
     "GLM-4": ("glm4", {"head_dim": 8}),
@@ -76,6 +76,16 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
 }  # fmt: skip
 
+# vLLM's attention on CPUs knows few sizes of heads, and its experts multiples of 32.
+_WIDE: dict[str, Any] = {"hidden_size": 128, "head_dim": 32, "intermediate_size": 64, "moe_intermediate_size": 32}
+_WIDE_TOO: dict[str, dict[str, Any]] = {
+    "DeepSeek-V3": {
+        "kv_lora_rank": 512, "qk_rope_head_dim": 64, "head_dim": 64, "topk_method": "noaux_tc",
+        "scoring_func": "sigmoid",
+    },
+    "Mamba 2": {"intermediate_size": 256},
+}  # fmt: skip
+
 
 class Outcome(NamedTuple):
     word: str
@@ -87,16 +97,17 @@ def refused(error: RillflowError) -> Outcome:
     return Outcome("refused", error.message.rpartition(" trees: ")[2][:120])
 
 
-def build(family: str) -> PreTrainedModel:
+def build(family: str, *, wide: bool = False, seed: int = 0) -> PreTrainedModel:
     """Return the family's model with the same random weights at every call, large enough that each matters."""
-    return copy.deepcopy(_built(family))
+    return copy.deepcopy(_built(family, wide, seed))
 
 
 @cache
-def _built(family: str) -> PreTrainedModel:
+def _built(family: str, wide: bool, seed: int) -> PreTrainedModel:
     kind, changes = FAMILIES[family]
-    torch.manual_seed(0)
-    model: PreTrainedModel = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **_SHAPE | changes)).eval()
+    shape = _SHAPE | changes | (_WIDE | _WIDE_TOO.get(family, {}) if wide else {})
+    torch.manual_seed(seed)
+    model: PreTrainedModel = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **shape)).eval()
     for name, parameter in model.named_parameters():
         if name.endswith("bias") or "norm" in name:
             torch.nn.init.uniform_(parameter.data, 0.5, 1.5)

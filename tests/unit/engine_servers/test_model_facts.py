@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
+from safetensors.torch import load_file
 
+from model_families import build
 from rillflow.contracts import Change, Patch
 from rillflow.engine.servers.weights import ModelFacts, model_facts
 from rillflow.errors import ConfigError, WeightsError
@@ -31,6 +35,22 @@ def test_they_are_those_that_are_published(facts: ModelFacts, weights: dict[str,
     assert set(whole) == set(facts.shapes) == set(weights) - {HEAD}
     only_head = {name: tensor for name, tensor in weights.items() if name != EMBEDDING}
     assert set(facts.whole(only_head)) == set(facts.shapes), "any of the tied names will do"
+
+
+@pytest.mark.parametrize("family", ["Qwen3-MoE", "Mixtral"])
+def test_pieces_are_those_of_a_checkpoint(family: str, tmp_path: Path) -> None:
+    model = build(family)
+    model.save_pretrained(tmp_path)
+    facts, saved, tensors = (
+        model_facts(str(tmp_path), "fp32"),
+        load_file(tmp_path / "model.safetensors"),
+        model.state_dict(),
+    )
+    assert any(len(pieces) > 1 for pieces in facts.pieces.values())
+    for name, pieces in facts.pieces.items():
+        for key, offset, size, stride in pieces:
+            assert torch.equal(saved.pop(key), tensors[name].as_strided(size, stride, offset))
+    assert set(saved) == set(facts.shapes) - set(facts.pieces), "all others have their own names"
 
 
 def test_other_weights_are_refused(facts: ModelFacts, weights: dict[str, torch.Tensor]) -> None:

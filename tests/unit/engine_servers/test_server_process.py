@@ -111,5 +111,36 @@ async def test_its_last_words_are_kept(tmp_path: Path) -> None:
     await process.stop()
 
 
+_REFUSED = """\
+INFO 11-18 20:47:10 [config.py:1] loading
+(EngineCore pid=7) ERROR 11-18 20:47:11 [core.py:9] Traceback (most recent call last):
+(EngineCore pid=7) ERROR 11-18 20:47:11 [core.py:9] ValueError: Head size 8 is not supported
+(APIServer pid=5) RuntimeError: Engine core initialization failed. See root cause above.
+"""
+_INVALID = """\
+pydantic_core._pydantic_core.ValidationError: 1 validation error for ModelConfig
+  Value error, Model architectures ['Odd'] are not supported
+    For further information visit https://errors.pydantic.dev
+"""
+
+
+@pytest.mark.parametrize(
+    ("words", "cause"),
+    [
+        ("", ""),
+        (_REFUSED, "ValueError: Head size 8 is not supported"),
+        (
+            _INVALID,
+            "pydantic_core._pydantic_core.ValidationError: 1 validation error for ModelConfig "
+            "Value error, Model architectures ['Odd'] are not supported",
+        ),
+    ],
+)
+def test_the_cause_of_its_end_is_read_from_its_log(words: str, cause: str, tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    log.write_text(words)
+    assert ServerProcess([], environment={}, log=log).cause() == cause
+
+
 def test_ports_are_on_loopback_and_free() -> None:
     assert 1024 <= free_port() <= 65535

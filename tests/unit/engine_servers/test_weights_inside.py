@@ -70,6 +70,8 @@ class Shard(torch.nn.Module):
                 self.o.data.copy_(loaded.narrow(1, self.rank * HEADS // 2, HEADS // 2))
             else:
                 self.norm.data.copy_(loaded)
+                if self.odd == "composed":
+                    self.norm.data.copy_(-torch.exp(self.norm))
 
 
 class Ranks:
@@ -229,10 +231,13 @@ def test_what_a_dead_process_has_left_in_memory_is_removed(tmp_path: Path, monke
     assert set(tmp_path.iterdir()) == {young, foreign}
 
 
-@pytest.mark.parametrize("odd", ["scaled", "head"])
-def test_a_layout_that_cannot_be_followed_is_refused(odd: str) -> None:
-    with pytest.raises(ConfigError, match="head" if odd == "head" else r"q\.weight"):
-        Ranks(odd=odd).learn()
+@pytest.mark.parametrize(("odd", "named"), [("scaled", r"q\.weight"), ("composed", r"norm\.weight"), ("head", "head")])
+def test_a_layout_that_cannot_be_followed_is_refused(odd: str, named: str) -> None:
+    ranks = Ranks(odd=odd)
+    with pytest.raises(ConfigError, match=named):
+        ranks.learn()
+    for worker in ranks.workers:
+        assert not any(tensor.any() for tensor in worker.model_runner.model.state_dict().values())  # type: ignore[attr-defined]
 
 
 def test_another_dtype_is_refused() -> None:
@@ -316,3 +321,11 @@ def test_experts_that_lie_as_they_were_published_are_one_part() -> None:
     worker.rillflow_load(sorted(map(str, laid.folder.iterdir())))
     laid.remove()
     assert torch.equal(worker.model_runner.model.w13, stack)  # type: ignore[attr-defined]
+
+
+def test_a_loader_gets_the_names_of_a_checkpoint() -> None:
+    worker = RillflowWorker()
+    worker.model_runner = SimpleNamespace(model=Stacks())  # type: ignore[attr-defined]
+    pieces = {"published": [["gate_up", 0, [4, 12, 8], [96, 8, 1]], ["down", 384, [4, 8, 6], [48, 6, 1]]]}
+    spread = worker.rillflow_layout({"published": [576]}, "bfloat16", pieces)["spread"]
+    assert spread["published"] == [[0, [384], [1]], [384, [192], [1]]]

@@ -16,9 +16,10 @@ from rillflow.config.policy import EngineConfig, ServerConfig
 from rillflow.engine.build import build_engine
 from rillflow.engine.servers import vllm_server as server
 from rillflow.engine.servers.inside.rillflow_channel import SHUT, TOKEN
+from rillflow.engine.servers.process import ServerProcess
 from rillflow.engine.servers.vllm import VllmEngine, _seed
 from rillflow.engine.servers.weights import model_facts
-from rillflow.errors import ConfigError, EngineLost
+from rillflow.errors import ConfigError, EngineError, EngineLost
 from rillflow.types import GenerateRequest, Sampling
 
 
@@ -93,6 +94,20 @@ async def test_an_interpreter_without_vllm_says_so(tmp_path: object) -> None:
     with pytest.raises(EngineLost, match="ended before it served") as caught:
         await VllmEngine(facts, settings(python="false"), logs=tmp_path).start()  # type: ignore[arg-type]
     assert caught.value.hint
+
+
+async def test_a_model_that_ends_the_server_when_it_computes_is_named(tmp_path: Path) -> None:
+    class Ending(VllmEngine):
+        async def scores(self, prompts: object, version: int) -> list[list[float]]:
+            raise EngineError("vLLM: EngineDeadError")
+
+    engine = Ending(model_facts("tiny", "fp32"), settings())
+    with pytest.raises(EngineLost, match="cannot compute with this model: vLLM: EngineDeadError"):
+        await engine._try()
+    (tmp_path / "log").write_text("ERROR [core.py:1512] AssertionError: CPU GDN attention requires BF16.\n")
+    engine.process = ServerProcess([], environment={}, log=tmp_path / "log")
+    with pytest.raises(EngineLost, match="cannot compute with this model: AssertionError: CPU GDN attention"):
+        await engine._try()
 
 
 def test_grammars_need_the_models_tokenizer(tmp_path: Path) -> None:

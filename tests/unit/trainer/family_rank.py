@@ -1,4 +1,4 @@
-"""One rank of `test_model_families.py`: every family sharded over the ranks, compared with the same model whole."""
+"""One rank of `models_page.py`: every family sharded over the ranks, compared with the same model whole."""
 
 from __future__ import annotations
 

@@ -81,7 +81,9 @@ class InPlaceEngine(ServerEngine):
             async with asyncio.timeout(seconds):
                 while not await serves():
                     if self.process is not None and not self.process.running:
-                        raise EngineLost(f"{self.PRODUCT} ended before it served", self._words())
+                        cause = self.process.cause()
+                        why = f": {cause}" if cause else ""
+                        raise EngineLost(f"{self.PRODUCT} ended before it served{why}", self._words())
                     await asyncio.sleep(_LOOK_SECONDS)
         except TimeoutError:
             raise EngineLost(f"{self.PRODUCT} does not serve after {seconds:g} s", self._words()) from None

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import socket
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -25,6 +26,11 @@ _ORPHANS_SECONDS = 1.0  # for what it has started to end after it
 _KILLED_SECONDS = 10.0  # for the kernel to take a process away: a GPU's driver may hold it up
 _LOOK_SECONDS = 0.02
 _TAIL_BYTES = 4000
+_CAUSE_BYTES = 1 << 20
+# The last line of a traceback, and the next one if it is indented: pydantic says there what is wrong.
+_ERROR = re.compile(r"(?m)(?:^|[\])] )((?:\w+\.)*\w*(?:Error|Exception|Exit): .+(?:\n  +\S.*)?)")
+# vLLM's server ends with one of these when another of its processes has logged the cause.
+_OF_ANOTHER = ("Engine core initialization failed", "EngineCore encountered an issue")
 INSIDE = Path(__file__).resolve().parent / "inside"  # on the PYTHONPATH of every server
 DTYPE_NAMES = {"fp32": "float32", "bf16": "bfloat16"}  # as servers call them
 _LOOPBACK = ("localhost", "127.0.0.1", "::1")
@@ -89,13 +95,22 @@ class ServerProcess:
 
     def tail(self) -> str:
         """Return the last lines of its log, for error messages."""
+        return "\n".join(self._end(_TAIL_BYTES).splitlines()[-15:])
+
+    def cause(self) -> str:
+        """Return the last error in its log that tells a cause, or an empty string."""
+        errors = [
+            found for found in _ERROR.findall(self._end(_CAUSE_BYTES)) if not any(text in found for text in _OF_ANOTHER)
+        ]
+        return " ".join(errors[-1].split()) if errors else ""
+
+    def _end(self, size: int) -> str:
         try:
             with open(self.log, "rb") as words:
-                words.seek(max(0, os.path.getsize(self.log) - _TAIL_BYTES))
-                data = words.read()
+                words.seek(max(0, os.path.getsize(self.log) - size))
+                return words.read().decode(errors="replace")
         except OSError:
             return ""
-        return "\n".join(data.decode(errors="replace").splitlines()[-15:])
 
 
 async def _gone(group: int, seconds: float) -> bool:

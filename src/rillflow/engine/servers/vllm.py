@@ -34,7 +34,7 @@ from rillflow.engine.servers.inside.rillflow_channel import LOST
 from rillflow.engine.servers.process import ServerProcess, free_port
 from rillflow.engine.servers.vllm_server import ChannelClient
 from rillflow.engine.servers.weights import ModelFacts
-from rillflow.errors import ContextOverflow, EngineError, EngineLost
+from rillflow.errors import ConfigError, ContextOverflow, EngineError, EngineLost
 from rillflow.types import FinishReason, GenerateRequest
 from rillflow.weights.models import DTYPES
 
@@ -77,6 +77,7 @@ class VllmEngine(InPlaceEngine):
         await self._learn_layout()
         await self._call("rillflow_return_raw_logprobs", deadline=_CONTROL_SECONDS)
         await self._channel.call("resume", deadline=_CONTROL_SECONDS)
+        await self._try()
         if self.settings.server.url is not None:  # whatever it served before
             await self.put_initial()
 
@@ -98,7 +99,23 @@ class VllmEngine(InPlaceEngine):
     async def _learn_layout(self) -> None:
         shapes = {name: list(shape) for name, shape in self.model.shapes.items()}
         dtype = str(DTYPES[self.model.dtype]).removeprefix("torch.")
-        self.learn_layout(await self._call("rillflow_layout", shapes, dtype, deadline=_CONTROL_SECONDS))
+        try:
+            layout = await self._call("rillflow_layout", shapes, dtype, self.model.pieces, deadline=_CONTROL_SECONDS)
+        except EngineLost:
+            raise
+        except EngineError as error:
+            raise ConfigError(
+                f"its loader cannot be followed: {error.message}", "this model cannot be trained with vLLM"
+            ) from error
+        self.learn_layout(layout)
+
+    async def _try(self) -> None:
+        """Let the server read two tokens: some models load, and end it when it computes with them."""
+        try:
+            await self.scores([[0, 0]], self.version)
+        except EngineError as error:
+            cause = self.process.cause() if self.process is not None else ""
+            raise EngineLost(f"vLLM cannot compute with this model: {cause or error.message}", "see its log") from error
 
     async def lost(self) -> str:
         assert self._channel is not None

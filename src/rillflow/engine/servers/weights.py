@@ -21,12 +21,13 @@ from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from rillflow.contracts import Change, Deltas
 from rillflow.engine.experts import routers_of
@@ -45,10 +46,20 @@ _SHARED_MEMORY = Path("/dev/shm")
 _YOUNG_SECONDS = 60.0  # a folder's files may not be there yet
 
 
+class Piece(NamedTuple):
+    """A part of a published tensor, and its name in a checkpoint."""
+
+    name: str
+    offset: int
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+
+
 @dataclass(frozen=True)
 class ModelFacts:
     """A model as its published weights are named: `aliases` has, for every name, the first one of the same tensor.
-    `router_layers` are the numbers of the layers that have a router of experts."""
+    `router_layers` are the numbers of the layers that have a router of experts. `pieces` are those of the tensors that
+    checkpoints name otherwise, such as stacks of experts, which they have expert by expert."""
 
     folder: Path
     dtype: Dtype
@@ -56,6 +67,7 @@ class ModelFacts:
     shapes: Mapping[str, tuple[int, ...]]
     aliases: Mapping[str, str]
     router_layers: tuple[int, ...] = ()
+    pieces: Mapping[str, Sequence[Piece]] = field(default_factory=dict)
 
     def whole(self, tensors: Tensors) -> dict[str, torch.Tensor]:
         """Return all weights, each tensor once. Raise WeightsError when they are not those of this model."""
@@ -121,15 +133,42 @@ def model_facts(name: str, dtype: Dtype) -> ModelFacts:
             f"cannot read the configuration of {name}: {error}", "the folder must hold a config.json"
         ) from error
     groups: dict[int, list[str]] = defaultdict(list)
-    shapes: dict[str, tuple[int, ...]] = {}
-    for key, tensor in model.state_dict(keep_vars=True).items():
+    tensors = model.state_dict(keep_vars=True)
+    for key, tensor in tensors.items():
         groups[id(tensor)].append(key)
-        shapes[key] = tuple(tensor.shape)
     aliases = {key: keys[0] for keys in groups.values() for key in keys}
-    once = {key: shapes[key] for key in dict.fromkeys(aliases.values())}
+    once = {key: tensors[key].detach() for key in dict.fromkeys(aliases.values())}
+    shapes = {key: tuple(tensor.shape) for key, tensor in once.items()}
     routers = {id(router) for router in routers_of(model)}
     layers = tuple(_layer(name) for name, module in model.named_modules() if id(module) in routers)
-    return ModelFacts(folder, dtype, config.get_text_config().vocab_size, once, aliases, layers)
+    pieces = _pieces(model, once)
+    return ModelFacts(folder, dtype, config.get_text_config().vocab_size, shapes, aliases, layers, pieces)
+
+
+class _CopiesShare(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Lets copies of tensors without data share their storage: it tells which part of which tensor a copy is."""
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function is torch.ops.aten.clone.default:
+            return args[0]
+        if function is torch.ops.aten._unsafe_view.default:  # of a copy in another order, which was not made
+            return args[0].new_empty(args[1])
+        return function(*args, **(kwargs or {}))
+
+
+def _pieces(model: Any, tensors: Mapping[str, torch.Tensor]) -> dict[str, list[Piece]]:
+    """Return the pieces of each tensor that checkpoints have under other names."""
+    from transformers.core_model_loading import revert_weight_conversion
+
+    with _CopiesShare():  # type: ignore[no-untyped-call]
+        saved = revert_weight_conversion(model, dict(tensors))
+    names = {tensor.untyped_storage()._cdata: name for name, tensor in tensors.items()}
+    pieces: dict[str, list[Piece]] = defaultdict(list)
+    for key, tensor in saved.items():
+        name = names.get(tensor.untyped_storage()._cdata, key)
+        if name != key:
+            pieces[name].append(Piece(key, tensor.storage_offset(), tuple(tensor.shape), tensor.stride()))
+    return {name: of for name, of in pieces.items() if sum(prod(one.size) for one in of) == tensors[name].numel()}
 
 
 def _layer(name: str) -> int:

@@ -50,11 +50,13 @@ class Place(NamedTuple):
 
 
 class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Sees the copies that a loader makes from tensors without data, and does not make them."""
+    """Sees the copies that a loader makes from tensors without data, and does not make them. Nothing else is written
+    into the model either; a place that its loader changes once more (such as `A = -exp(A_log)`) is forgotten."""
 
-    def __init__(self, sources: dict[str, torch.Tensor]) -> None:
+    def __init__(self, sources: dict[str, torch.Tensor], model: torch.nn.Module) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._names = {tensor.untyped_storage()._cdata: name for name, tensor in sources.items()}
+        self._held = {tensor.untyped_storage()._cdata for tensor in (*model.parameters(), *model.buffers())}
         self.places: dict[str, list[Place]] = {name: [] for name in sources}
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -65,20 +67,32 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 place = Place(source.storage_offset(), tuple(source.shape), tuple(source.stride()), held.detach())
                 self.places[name].append(place)
             return held
+        if function._schema.is_mutable and isinstance(args[0], torch.Tensor):
+            written = args[0]
+            if written.untyped_storage()._cdata in self._held:
+                self._forget(written)
+                return written
         return function(*args, **(kwargs or {}))
+
+    def _forget(self, written: torch.Tensor) -> None:
+        for name, places in self.places.items():
+            self.places[name] = [place for place in places if not _overlap(place.held, written)]
 
 
 class RillflowWorker:
     """Joined to vLLM's worker class; its methods are called through `collective_rpc` with plain arguments."""
 
-    def rillflow_layout(self, shapes: dict[str, list[int]], dtype: str) -> dict[str, Any]:
-        """Learn where tensors of these names and shapes live. Answers, for each, how it is spread on this rank."""
+    def rillflow_layout(
+        self, shapes: dict[str, list[int]], dtype: str, pieces: dict[str, list[Any]] | None = None
+    ) -> dict[str, Any]:
+        """Learn where tensors of these names and shapes live. Answers, for each, how it is spread on this rank. The
+        loader gets those that have `pieces` (name, offset, size, stride) piece by piece."""
         model: torch.nn.Module = self.model_runner.model  # type: ignore[attr-defined]
         wanted = getattr(torch, dtype)
         sources = {name: torch.empty(shape, dtype=wanted, device="meta") for name, shape in shapes.items()}
-        recorder = _Recorder(sources)
+        recorder = _Recorder(sources, model)
         with recorder, torch.no_grad():
-            model.load_weights(iter(sources.items()))  # type: ignore[operator]
+            model.load_weights(_given(sources, pieces or {}))  # type: ignore[operator]
         recorder.places = {name: _joined(places) for name, places in recorder.places.items()}
         self.rillflow_places = recorder.places
         self.rillflow_facts = {name: (tuple(shape), wanted) for name, shape in shapes.items()}
@@ -241,6 +255,15 @@ class RillflowWorker:
             at += weights
 
 
+def _given(sources: dict[str, torch.Tensor], pieces: dict[str, list[Any]]) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield what a loader gets, by the names in a checkpoint."""
+    for name, source in sources.items():
+        if name not in pieces:
+            yield name, source
+        for piece, offset, size, stride in pieces.get(name, []):
+            yield piece, source.as_strided(size, stride, offset)
+
+
 # ---------------------------------------------------------------- one part
 
 
@@ -272,6 +295,19 @@ def _follows(last: Place, place: Place) -> bool:
     )
 
 
+def _overlap(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Return whether two tensors may have memory in common."""
+    if one.untyped_storage()._cdata != other.untyped_storage()._cdata:
+        return False
+    return max(_reach(one)[0], _reach(other)[0]) < min(_reach(one)[1], _reach(other)[1])
+
+
+def _reach(held: torch.Tensor) -> tuple[int, int]:
+    """Return where in its storage a tensor begins and ends."""
+    first = int(held.storage_offset())
+    return first, first + sum((size - 1) * step for size, step in zip(held.shape, held.stride(), strict=True)) + 1
+
+
 def _fill(place: Place, flat: torch.Tensor) -> None:
     place.held.copy_(flat.as_strided(place.size, place.stride, flat.storage_offset() + place.offset))
 
@@ -295,9 +331,8 @@ def _scatter(place: Place, index: torch.Tensor, value: torch.Tensor) -> None:
         local = local - where * stride
         target += where * step
     inside &= local == 0
-    held = place.held
-    reach = sum((size - 1) * step for size, step in zip(held.shape, held.stride(), strict=True)) + 1
-    flat = held.as_strided((reach,), (1,))
+    begin, end = _reach(place.held)
+    flat = place.held.as_strided((end - begin,), (1,))
     flat[target[inside]] = value[inside]
 
 
