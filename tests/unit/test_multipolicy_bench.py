@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import statistics
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -17,6 +18,12 @@ from rillflow.config import Recipe, load_recipe
 from rillflow.dataflow.rules import Rules
 from rillflow.errors import RunError
 from rillflow.trainer.graph.builtin import chain_of
+
+
+@pytest.fixture(autouse=True)
+def _own_search_path(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Planning a graph adds the folder of its files to the search path: `bench/kernels.py` would hide a package."""
+    monkeypatch.setattr(sys, "path", list(sys.path))
 
 
 def _recipe(side: str, folder: Path, seed: int = 3) -> Recipe:
@@ -34,7 +41,7 @@ def _outcome(solver: list[float], checker: list[float], begun: float = 100.0) ->
     def steps(ended: list[float]) -> Steps:
         return Steps([begun + one for one in ended], [64] * len(ended), [0.5] * len(ended), 1.0, 2)
 
-    return Outcome(7, begun, {"solver": steps(solver), "checker": steps(checker)}, Mean(0.6, 0.1), 400, 0, 3, 1.6)
+    return Outcome(7, begun, {"solver": steps(solver), "checker": steps(checker)}, Mean(0.6, 0.1), 400, 0, 0.0, 3, 1.6)
 
 
 @pytest.mark.parametrize("side", [OURS, PEER])
@@ -100,11 +107,17 @@ def test_the_rate_counts_what_either_policy_trained_after_both_were_warm() -> No
     assert _outcome([10.0, 20.0, 30.0], [4.0, 8.0, 15.0]).rate == 64 / 10.0
 
 
+def test_seconds_that_repeated_episodes_cost_are_taken_off_all_later_steps() -> None:
+    row = {"samples": 64, "reward": 0.5, "staleness_mean": 0.0, "staleness_max": 0.0}
+    rows = [row | {"step": step, "time": 10.0 * step} for step in (1, 2, 3, 4)]
+    assert multipolicy._steps(rows, {2: 4.0, 3: 1.0}).ended == [10.0, 16.0, 25.0, 35.0]
+
+
 def test_the_time_to_a_reward_is_that_to_the_highest_that_both_reach() -> None:
     def outcome(rewards: list[float], step: float) -> Outcome:
         ended = [100.0 + step * place for place in range(1, len(rewards) + 1)]
         solver = Steps(ended, [64] * len(rewards), rewards, 0.0, 0)
-        return Outcome(7, 100.0, {"solver": solver, "checker": solver}, Mean(0.6, 0.1), 400, 0, 0, 1.6)
+        return Outcome(7, 100.0, {"solver": solver, "checker": solver}, Mean(0.6, 0.1), 400, 0, 0.0, 0, 1.6)
 
     ours, peer = outcome([0.0, 0.5, 0.5, 0.5, 0.5, 0.5], 2.0), outcome([0.0, 1.0, 1.0, 1.0, 1.0, 1.0], 10.0)
     assert ours.policies["solver"].smooth == pytest.approx([0.0, 0.25, 1 / 3, 0.375, 0.4, 0.5])
