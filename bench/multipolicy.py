@@ -92,12 +92,12 @@ class Steps:
 
     @property
     def smooth(self) -> list[float]:
-        """Return the mean reward of each LAST steps in a row; fewer at the beginning."""
-        return [statistics.fmean(self.rewards[max(0, end - LAST) : end]) for end in range(1, len(self.rewards) + 1)]
+        """Return the mean reward of each LAST steps in a row."""
+        return [statistics.fmean(self.rewards[end - LAST : end]) for end in range(LAST, len(self.rewards) + 1)]
 
     def reached(self, level: float) -> float:
         """Return when the mean reward of LAST steps was at least `level` for the first time."""
-        return next(ended for ended, reward in zip(self.ended, self.smooth, strict=True) if reward >= level)
+        return next(ended for ended, reward in zip(self.ended[LAST - 1 :], self.smooth, strict=True) if reward >= level)
 
 
 @dataclass(frozen=True)
@@ -283,8 +283,8 @@ def main() -> None:
     given = arguments.parse_args()
     seeds = range(given.seeds or (1 if given.quick else 3))
     steps = given.steps or (6 if given.quick else 24)
-    if steps <= FROM:
-        arguments.error(f"--steps must be above {FROM}: the first {FROM} are the warm-up")
+    if steps < LAST:
+        arguments.error(f"--steps must be at least {LAST}: rewards are means of as many steps")
     with tempfile.TemporaryDirectory() as temporary:
         folder = (given.keep or Path(temporary)).resolve()
         folder.mkdir(parents=True, exist_ok=True)

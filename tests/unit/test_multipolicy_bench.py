@@ -120,21 +120,21 @@ def test_the_time_to_a_reward_is_that_to_the_highest_that_both_reach() -> None:
         return Outcome(7, 100.0, {"solver": solver, "checker": solver}, Mean(0.6, 0.1), 400, 0, 0.0, 0, 1.6)
 
     ours, peer = outcome([0.0, 0.5, 0.5, 0.5, 0.5, 0.5], 2.0), outcome([0.0, 1.0, 1.0, 1.0, 1.0, 1.0], 10.0)
-    assert ours.policies["solver"].smooth == pytest.approx([0.0, 0.25, 1 / 3, 0.375, 0.4, 0.5])
+    assert ours.policies["solver"].smooth == pytest.approx([0.4, 0.5])
     assert ours.policies["solver"].reward == 0.5
-    assert multipolicy._times_to_reward([ours], [peer]) == (12.0, 20.0)
+    assert multipolicy._times_to_reward([ours], [peer]) == (12.0, 50.0)
 
 
 def test_the_report_compares_medians_over_the_seeds(tmp_path: Path) -> None:
-    ours = [_outcome([1.0, 2.0, 2.0 + lasts], [1.0, 2.0, 2.0 + lasts]) for lasts in (2.0, 4.0, 16.0)]
-    peer = [_outcome([1.0, 2.0, 14.0], [1.0, 2.0, 14.0])] * 3
+    ours = [_outcome(ends, ends) for lasts in (2.0, 4.0, 16.0) if (ends := [1.0, 2.0, 2.5, 2.5, 2.0 + lasts])]
+    peer = [_outcome([1.0, 2.0, 8.0, 8.0, 14.0], [1.0, 2.0, 8.0, 8.0, 14.0])] * 3
     multipolicy.report(ours, peer, str(tmp_path / "x.json"))
     written = json.loads((tmp_path / "x.json").read_text())
     rate, seconds, solver, *_ = written["results"]
-    assert (rate["ours"], rate["peer"]) == (32.0, pytest.approx(128 / 12))
+    assert (rate["ours"], rate["peer"]) == (96.0, 32.0)
     assert (rate["ratio"], rate["goal"], rate["met"]) == (pytest.approx(3.0), 2.7, True)
     assert (seconds["ours"], seconds["peer"]) == (6.0, 14.0)
-    assert (solver["ours"], solver["peer"]) == (4.0, 12.0)
-    assert written["runs"][OURS][0]["policies"]["solver"]["ended"] == [1.0, 2.0, 4.0]
+    assert (solver["ours"], solver["peer"]) == (pytest.approx(4 / 3), 4.0)
+    assert written["runs"][OURS][0]["policies"]["solver"]["ended"] == [1.0, 2.0, 2.5, 2.5, 4.0]
     cells = dict(zip(multipolicy.HEAD, multipolicy.row(OURS, ours[1]), strict=True))
-    assert (cells["samples/s"], cells["seed"], cells["held-out"]) == ("**32.0**", "7", "0.60")
+    assert (cells["samples/s"], cells["seed"], cells["held-out"]) == ("**96.0**", "7", "0.60")
