@@ -22,7 +22,8 @@ tools nor devices; both are sleeps, which take no processor time from the other 
 The rate is that of both policies' samples from the moment when both have made 2 steps to the last commit of either. A
 fast policy makes its steps earlier and is then done; the slower one ends the run. `waited` is the mean time that the
 trained episodes have waited for the tool: a side that trains on quick episodes only would show it. The two trainers of
-the synchronous side commit one after the other; episodes that begin between the two are played `again`.
+the synchronous side commit one after the other; episodes that begin between the two are played `again`. One controller
+would not do that, so the seconds that they cost (`lost`) are taken off that side's times.
 
 The checker cannot know the count that it judges. It learns the verdict that fits more often, which is `no` at first,
 and keeps it when most answers have become right: only the solver's reward tells how well a side learns.
@@ -56,6 +57,13 @@ _HERE = Path(__file__).parent
 _WORK = _HERE / "multipolicy_work"
 _FIRST = "SELECT min(admitted_at) FROM groups WHERE lane = 'train'"
 _AGAIN = "SELECT count(*) FROM ended_attempts WHERE state = 'returned' AND cause = 'stale'"
+# For each step with repeated episodes: the begin of its first episode, the end of its last one, the longest duration.
+_SAMPLING = (
+    "SELECT s.trained_into, min(a.leased_at), max(CASE a.state WHEN 'done' THEN a.ended_at END), "
+    "max(CASE a.state WHEN 'done' THEN a.ended_at - a.leased_at END) "
+    "FROM shares s JOIN attempts a ON a.grp = s.grp WHERE s.stream = ? AND s.state = 'trained' "
+    "GROUP BY s.trained_into HAVING sum(a.cause = 'stale') > 0 ORDER BY s.trained_into"
+)
 _DROPPED = "SELECT total(n) FROM share_tally WHERE state = 'expired' AND cause IN ('stale', 'surplus')"
 _TRAINED = (
     "SELECT t.seed FROM shares s JOIN tasks t ON t.grp = s.grp "
@@ -84,19 +92,19 @@ class Steps:
 
     @property
     def smooth(self) -> list[float]:
-        """Return the mean reward of each LAST steps in a row; fewer at the beginning."""
-        return [statistics.fmean(self.rewards[max(0, end - LAST) : end]) for end in range(1, len(self.rewards) + 1)]
+        """Return the mean reward of each LAST steps in a row."""
+        return [statistics.fmean(self.rewards[end - LAST : end]) for end in range(LAST, len(self.rewards) + 1)]
 
     def reached(self, level: float) -> float:
         """Return when the mean reward of LAST steps was at least `level` for the first time."""
-        return next(ended for ended, reward in zip(self.ended, self.smooth, strict=True) if reward >= level)
+        return next(ended for ended, reward in zip(self.ended[LAST - 1 :], self.smooth, strict=True) if reward >= level)
 
 
 @dataclass(frozen=True)
 class Outcome:
     """One run. `begun` is when the first prompt was admitted; `played` counts episodes, `again` those that were played
-    a second time because weights changed, `dropped` the groups that one policy's trainer did not get because they were
-    too old or too many for it."""
+    a second time because weights changed, `lost` the seconds that it cost, `dropped` the groups that one policy's
+    trainer did not get because they were too old or too many for it."""
 
     seed: int
     begun: float
@@ -104,6 +112,7 @@ class Outcome:
     after: Mean
     played: int
     again: int
+    lost: float
     dropped: int
     waited: float
 
@@ -138,7 +147,7 @@ class Bench:
         run = self._runs.made(f"{side.replace(' ', '-')}-{seed}", *self.command(side, seed, meeting))
         if not audit(run / "ledger.sqlite").balanced:
             raise RuntimeError(f"the audit of {run} does not balance")
-        return read(run, seed)
+        return read(run, seed, side)
 
     def command(self, side: str, seed: int, meeting: Path) -> list[str]:
         given = [f"seed={seed}", f"workflow={_WORK / 'workflow.py'}:play", f"trainer.steps={self._steps}",
@@ -165,28 +174,32 @@ def _barrier(policy: str, meeting: Path) -> str:
     return f'{{function: "{_WORK / "barrier.py"}:publish_together", options: {options}}}'
 
 
-def read(run: Path, seed: int) -> Outcome:
-    """Return the outcome of a finished run."""
+def read(run: Path, seed: int, side: str) -> Outcome:
+    """Return the outcome of a finished run. The times of the synchronous side are without the seconds that repeated
+    episodes cost."""
     metrics = read_metrics(run / "metrics.jsonl", POLICIES[0])
     ((first,),) = asked(run, _FIRST)
     ((again,),) = asked(run, _AGAIN)
     ((dropped,),) = asked(run, _DROPPED)
     trained = asked(run, _TRAINED, POLICIES[0])
+    lost = {int(step): end - begin - longest for step, begin, end, longest in asked(run, _SAMPLING, POLICIES[0])}
+    lost = lost if side == PEER else {}
     return Outcome(
         seed,
         first,
-        {name: _steps(metrics.of(name)) for name in POLICIES},
+        {name: _steps(metrics.of(name), lost) for name in POLICIES},
         held_out(run)[1],
         episodes(run),
         int(again),
+        sum(lost.values()),
         int(dropped),
         statistics.fmean(latency(int(drawn)) for (drawn,) in trained),
     )
 
 
-def _steps(rows: Sequence[Mapping[str, Any]]) -> Steps:
+def _steps(rows: Sequence[Mapping[str, Any]], lost: Mapping[int, float]) -> Steps:
     return Steps(
-        [row["time"] for row in rows],
+        [row["time"] - sum(lost.get(step, 0.0) for step in range(1, row["step"] + 1)) for row in rows],
         [int(row["samples"]) for row in rows],
         [row["reward"] for row in rows],
         statistics.fmean(row["staleness_mean"] for row in rows),
@@ -240,7 +253,7 @@ def _times_to_reward(ours: Sequence[Outcome], peer: Sequence[Outcome]) -> tuple[
 
 
 HEAD = ["side", "seed", "samples/s", "seconds", *(f"{name}: step s, reward, staleness" for name in POLICIES),
-        "held-out", "episodes played", "again", "groups dropped", "waited s"]  # fmt: skip
+        "held-out", "episodes played", "again (s lost)", "groups dropped", "waited s"]  # fmt: skip
 
 
 def row(side: str, one: Outcome) -> list[str]:
@@ -250,7 +263,7 @@ def row(side: str, one: Outcome) -> list[str]:
         for of in one.policies.values()
     ]
     return [side, str(one.seed), f"**{one.rate:.1f}**", f"{one.seconds:.0f}", *each, f"{one.after.value:.2f}",
-            f"{one.played:,}", str(one.again), str(one.dropped), f"{one.waited:.2f}"]  # fmt: skip
+            f"{one.played:,}", f"{one.again} ({one.lost:.0f})", str(one.dropped), f"{one.waited:.2f}"]  # fmt: skip
 
 
 def _plain(one: Outcome) -> dict[str, Any]:
@@ -270,8 +283,8 @@ def main() -> None:
     given = arguments.parse_args()
     seeds = range(given.seeds or (1 if given.quick else 3))
     steps = given.steps or (6 if given.quick else 24)
-    if steps <= FROM:
-        arguments.error(f"--steps must be above {FROM}: the first {FROM} are the warm-up")
+    if steps < LAST:
+        arguments.error(f"--steps must be at least {LAST}: rewards are means of as many steps")
     with tempfile.TemporaryDirectory() as temporary:
         folder = (given.keep or Path(temporary)).resolve()
         folder.mkdir(parents=True, exist_ok=True)
