@@ -24,16 +24,18 @@ _OF_ATTEMPTS = {
         "WHERE grp = NEW.grp AND place = NEW.place AND attempt = NEW.id), NEW.state",
     ),
 }
+# Not OR IGNORE: in a trigger SQLite uses the conflict clause of the statement that fired it, and an upsert has its own.
+_NOTE = "INSERT INTO moves SELECT '{name}', {states} EXCEPT SELECT name, state, next FROM moves"
 
 
 def watch(ledger: Ledger) -> None:
     """Note the moves that the ledger makes from now on. Those that are rolled back are not noted."""
     run = ledger.db._connection.execute
-    run("CREATE TEMP TABLE moves (name, state, next, PRIMARY KEY (name, state, next))")
+    run("CREATE TEMP TABLE moves (name, state, next)")
     for event, (when, states) in _OF_ATTEMPTS.items():
         run(
             f"CREATE TEMP TRIGGER watch_attempts_{event} AFTER {when} "
-            f"BEGIN INSERT OR IGNORE INTO moves VALUES ('attempts', {states}); END"
+            f"BEGIN {_NOTE.format(name='attempts', states=states)}; END"
         )
     for name in MACHINES:
         if name == "attempts":
@@ -41,7 +43,7 @@ def watch(ledger: Ledger) -> None:
         for event, (when, states) in _EVENTS.items():
             run(
                 f"CREATE TEMP TRIGGER watch_{name}_{event.split()[0]} AFTER {event} ON main.{name} {when} "
-                f"BEGIN INSERT OR IGNORE INTO moves VALUES ('{name}', {states}); END"
+                f"BEGIN {_NOTE.format(name=name, states=states)}; END"
             )
 
 

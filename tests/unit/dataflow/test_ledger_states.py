@@ -46,3 +46,18 @@ def test_a_move_that_the_table_does_not_have_is_noticed(make_world) -> None:
         world.check()
     world.ledger.db.run("UPDATE groups SET state = 'playing' WHERE id = 't000000'")
     world.ledger.db.run("DELETE FROM temp.moves")
+
+
+def test_a_move_that_is_made_again_is_noted_once(make_world) -> None:
+    """Also by an upsert, as when a unit is lost and heard of a second time."""
+    db = make_world().ledger.db
+    healthy = (
+        "INSERT INTO units VALUES ('other', '', 0, 0, 'healthy') ON CONFLICT (unit) DO UPDATE SET state = 'healthy'"
+    )
+    db.run("DELETE FROM temp.moves")
+    for _ in range(2):
+        db.run(healthy)
+        db.run("UPDATE units SET state = 'gone' WHERE unit = 'other'")
+    db.run(healthy)
+    found = [tuple(row) for row in db.all("SELECT state, next FROM temp.moves WHERE name = 'units'")]
+    assert sorted(found) == sorted([(ADMITTED, "healthy"), ("healthy", "gone"), ("gone", "healthy")])
