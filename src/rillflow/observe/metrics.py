@@ -14,12 +14,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import msgspec
-from rich.table import Table
-from rich.text import Text
 
 from rillflow.types import Status, UserError
 
 if TYPE_CHECKING:
+    from rich.table import Table
+
     from rillflow.observe.advisories import Advisory
 
 
@@ -190,6 +190,9 @@ def summarise(
 
 
 def summary_table(summary: dict[str, Any], folder: Path, plot: Path | None) -> Table:
+    from rich.table import Table  # where trackers run, rich need not be installed
+    from rich.text import Text
+
     table = Table(title="Run summary", show_header=False, title_justify="left")
     heldout = summary["heldout"]
     if heldout:

@@ -155,7 +155,8 @@ def test_verls_distances_values_and_entropies(oracle: Oracle, seed: int) -> None
 def entropies(logits_TV: torch.Tensor) -> torch.Tensor:
     """As the trainer's head has them."""
     count = len(logits_TV)
-    return _stats(_Piece(logits_TV, None, torch.zeros(count, dtype=torch.long), torch.ones(count)), Shape()).entropy_T
+    stats, _ = _stats(_Piece(logits_TV, None, torch.zeros(count, dtype=torch.long), torch.ones(count)), Shape())
+    return stats.entropy_T
 
 
 @pytest.mark.parametrize("seed", CALM)
