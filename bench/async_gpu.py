@@ -72,7 +72,7 @@ def recipe(arguments: argparse.Namespace, model: str) -> dict[str, Any]:
     questions = "rillflow.examples.addition:prompts"
     return {
         "name": "async_gpu",
-        "seed": 1,
+        "seed": arguments.seed,
         "policies": {
             "agent": {
                 "model": model,
@@ -83,7 +83,12 @@ def recipe(arguments: argparse.Namespace, model: str) -> dict[str, Any]:
         },
         "workflow": "rillflow.agents.workflows.question:play",
         "reward": "rillflow.examples.addition:reward",
-        "data": {"prompts": {"generator": questions, "arguments": {"split": "train", "count": 1 << 16, "seed": 1}}},
+        "data": {
+            "prompts": {
+                "generator": questions,
+                "arguments": {"split": "train", "count": 1 << 16, "seed": arguments.seed},
+            }
+        },
         "dataflow": {"group_size": GROUP, "staleness": arguments.staleness, "filters": []},
         "trainer": {
             "algorithm": "grpo",
@@ -129,11 +134,13 @@ def ours(arguments: argparse.Namespace, model: str, folder: Path) -> tuple[Side,
 
 
 def trl(arguments: argparse.Namespace, model: str, folder: Path) -> Side:
-    job = {"model": model, "steps": arguments.steps, "batch": arguments.batch, "group": GROUP, "lr": arguments.lr}
+    job = {"model": model, "steps": arguments.steps, "batch": arguments.batch, "group": GROUP}
+    job |= {"lr": arguments.trl_lr or arguments.lr, "seed": arguments.seed}
     (folder / "job.json").write_text(json.dumps(job))
     script = Path(__file__).with_name("async_gpu_trl.py")
     environment = {**os.environ, "VLLM_USE_FLASHINFER_SAMPLER": "0"}
-    command = [arguments.python, str(script), str(folder)]
+    # Without this folder on its path: it has a `kernels.py`, which is the name of a package that transformers looks for.
+    command = [arguments.python, "-P", str(script), str(folder)]
     subprocess.run(command, check=True, timeout=arguments.limit, stdout=sys.stderr, env=environment)
     found = json.loads((folder / "trl.json").read_text())
     return Side(found["ended"], found["reward"])
@@ -188,6 +195,8 @@ def read_arguments() -> argparse.Namespace:
     made.add_argument("--steps", type=int, default=60)
     made.add_argument("--batch", type=int, default=256, help="samples of a step")
     made.add_argument("--lr", type=float, default=5e-6)
+    made.add_argument("--trl-lr", type=float, help="TRL's learning rate, if it is not ours")
+    made.add_argument("--seed", type=int, default=1)
     made.add_argument("--staleness", type=int, default=4)
     made.add_argument("--nodes", type=int, default=6)
     made.add_argument("--engines", type=int, default=1)

@@ -39,7 +39,7 @@ def right(completions: list[Any], total: list[int], **columns: Any) -> list[floa
 
 def main(folder: Path) -> None:
     job = json.loads((folder / "job.json").read_text())
-    rows = [row["payload"] for row in prompts("train", job["steps"] * job["batch"] // job["group"], 1)]
+    rows = [row["payload"] for row in prompts("train", job["steps"] * job["batch"] // job["group"], job["seed"])]
     data = Dataset.from_list(
         [{"prompt": [{"role": "user", "content": row["question"]}], "total": row["sum"]} for row in rows]
     )
@@ -66,7 +66,7 @@ def main(folder: Path) -> None:
         logging_steps=1,
         save_strategy="no",
         report_to=[],
-        seed=1,
+        seed=job["seed"],
     )
     clock = Clock()
     trainer = GRPOTrainer(model=job["model"], reward_funcs=right, args=settings, train_dataset=data, callbacks=[clock])

@@ -67,7 +67,7 @@ class ServerConfig(Section):
 
 class EngineConfig(Section):
     kind: Literal["embedded", "vllm", "sglang"] = Field(
-        "embedded", description="our own engine in the node's process, or a server of its own"
+        "embedded", description="our own engine in the node's process, or a server of its own (sglang is experimental)"
     )
     slots: Positive = Field(64, description="sequences decoded at once")
     context: Positive = Field(512, description="most tokens of one sequence, prompt and answer together")

@@ -16,7 +16,8 @@ from hypothesis import strategies as st
 
 from rillflow.contracts import Change
 from rillflow.engine.servers import ModelFacts, Tainted, weights
-from rillflow.engine.servers.inside.rillflow_weights import Place, RillflowWorker, _is_all, _scatter, _sums
+from rillflow.engine.servers.inside.rillflow_places import Place, is_all, scatter, sums_of
+from rillflow.engine.servers.inside.rillflow_weights import RillflowWorker
 from rillflow.engine.servers.weights import check_layout, lay_changes, lay_whole, verify
 from rillflow.errors import ConfigError
 from rillflow.weights import codec
@@ -257,22 +258,22 @@ def test_another_dtype_is_refused() -> None:
 def test_fingerprints_are_those_of_the_published_tensor(rows: int, columns: int, dtype: torch.dtype, seed: int) -> None:
     tensor = torch.randn(rows, columns, generator=torch.Generator().manual_seed(seed)).to(dtype)
     place = Place(0, tuple(tensor.shape), tuple(tensor.stride()), tensor)
-    assert int(_sums([place])[0], 16) == fingerprint(tensor)
+    assert int(sums_of([place])[0], 16) == fingerprint(tensor)
 
 
 def test_fingerprints_of_parts_alike_are_computed_at_once() -> None:
     source = torch.Generator().manual_seed(1)
     tensors = [torch.randn(shape, generator=source).bfloat16() for shape in [(5, 8), (5, 8), (3,), (5, 8), (3,)]]
     places = [Place(0, tuple(tensor.shape), tuple(tensor.stride()), tensor) for tensor in tensors]
-    assert [int(summed, 16) for summed in _sums(places)] == [fingerprint(tensor) for tensor in tensors]
+    assert [int(summed, 16) for summed in sums_of(places)] == [fingerprint(tensor) for tensor in tensors]
 
 
 def test_only_a_whole_tensor_in_its_own_order_is_written_without_a_look() -> None:
     tensor = torch.zeros(6, 8)
-    assert _is_all(Place(0, (6, 8), (8, 1), tensor), (6, 8))
-    assert not _is_all(Place(0, (3, 8), (8, 1), tensor[:3]), (6, 8)), "a shard"
-    assert not _is_all(Place(0, (8, 6), (1, 8), torch.zeros(8, 6)), (6, 8)), "transposed"
-    assert not _is_all(Place(0, (6, 8), (8, 1), torch.zeros(6, 16)[:, :8]), (6, 8)), "rows with gaps"
+    assert is_all(Place(0, (6, 8), (8, 1), tensor), (6, 8))
+    assert not is_all(Place(0, (3, 8), (8, 1), tensor[:3]), (6, 8)), "a shard"
+    assert not is_all(Place(0, (8, 6), (1, 8), torch.zeros(8, 6)), (6, 8)), "transposed"
+    assert not is_all(Place(0, (6, 8), (8, 1), torch.zeros(6, 16)[:, :8]), (6, 8)), "rows with gaps"
 
 
 def test_a_part_scatters_only_what_is_its_own() -> None:
@@ -281,7 +282,7 @@ def test_a_part_scatters_only_what_is_its_own() -> None:
     place = Place(2 * 8 + 4, (2, 4), (8, 1), part)  # rows 2 and 3, columns 4 to 7
     index_K = torch.arange(48)
     value_K = torch.arange(48.0)
-    _scatter(place, index_K, value_K)
+    scatter(place, index_K, value_K)
     tensor.view(-1)[index_K] = value_K
     assert torch.equal(part, tensor[2:4, 4:])
 

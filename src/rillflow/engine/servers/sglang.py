@@ -15,6 +15,7 @@ and an answer that new weights cut is sampled again from its beginning.
 from __future__ import annotations
 
 import asyncio
+import logging
 import secrets
 import shutil
 import tempfile
@@ -41,6 +42,7 @@ from rillflow.types import FinishReason, GenerateRequest, Sampling
 from rillflow.types.base import json_decoder
 from rillflow.weights.models import DTYPES
 
+log = logging.getLogger(__name__)
 _T = TypeVar("_T")
 
 _WATCH_SECONDS = 2.0  # between two looks at a server that was not started here
@@ -74,6 +76,7 @@ class SglangEngine(InPlaceEngine):
     # ------------------------------------------------------------ the server
 
     async def bring_up(self) -> None:
+        log.warning("SGLang is experimental: Rillflow is tested with its CPU build, not on GPUs")
         if self.settings.server.url is None:
             key = await self._start()
         else:

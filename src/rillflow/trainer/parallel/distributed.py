@@ -227,13 +227,22 @@ def host_store(server: socket.socket, patience: float = PATIENCE) -> TCPStore:
 
 @contextmanager
 def connect(place: Place, device: torch.device, *, start: float = START, patience: float = PATIENCE) -> Iterator[Peers]:
+    """Yield the peers of a rank, which has none if it is the only one; else as `together`."""
+    if place.ranks == 1:
+        yield Alone()
+        return
+    with together(place, device, start=start, patience=patience) as peers:
+        yield peers
+
+
+@contextmanager
+def together(
+    place: Place, device: torch.device, *, start: float = START, patience: float = PATIENCE
+) -> Iterator[Peers]:
     """Yield the peers once all ranks have connected, within `start` seconds; also set torch's default process group.
 
     Rank 0 hosts the store if nothing answers at the address.
     """
-    if place.ranks == 1:
-        yield Alone()
-        return
     startup.doing("waiting for the other ranks")
     host, port = parse(place.rendezvous)
     hosted = host_store(listen(host, port)) if place.rank == 0 and not _answers(host, port) else None

@@ -36,7 +36,7 @@ from torch.utils._pytree import tree_leaves
 
 from rillflow.config import TrainerConfig
 from rillflow.errors import ConfigError
-from rillflow.trainer.parallel import Peers, share
+from rillflow.trainer.parallel import Alone, Peers, share
 from rillflow.weights.codec import tensor_facts
 from rillflow.weights.delta_file import Part, can_begin
 from rillflow.weights.manifest import TensorFacts
@@ -58,12 +58,12 @@ _FILES = "*.safetensors"
 
 
 def shard(model: PreTrainedModel, config: TrainerConfig, peers: Peers, device: torch.device | None = None) -> None:
-    """Shard a model that is the same on every rank onto `device`, if the recipe asks for it and there are several
-    ranks.
+    """Shard a model that is the same on every rank onto `device`, if the recipe asks for it and the ranks are
+    connected.
 
     Its trainable parameters must be fp32.
     """
-    if config.sharding == "none" or peers.size == 1:
+    if config.sharding == "none" or (isinstance(peers, Alone) and peers.size == 1):
         return
     if any(parameter.requires_grad and parameter.dtype != torch.float32 for parameter in model.parameters()):
         raise ConfigError("a model to be sharded must be loaded in fp32", "load it in fp32: its shards are the masters")
