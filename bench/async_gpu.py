@@ -139,7 +139,7 @@ def trl(arguments: argparse.Namespace, model: str, folder: Path) -> Side:
     (folder / "job.json").write_text(json.dumps(job))
     script = Path(__file__).with_name("async_gpu_trl.py")
     environment = {**os.environ, "VLLM_USE_FLASHINFER_SAMPLER": "0"}
-    # Without this folder on its path: it has a `kernels.py`, which is the name of a package that transformers looks for.
+    # Without this folder on its path: transformers would take its kernels.py for the package `kernels`.
     command = [arguments.python, "-P", str(script), str(folder)]
     subprocess.run(command, check=True, timeout=arguments.limit, stdout=sys.stderr, env=environment)
     found = json.loads((folder / "trl.json").read_text())

@@ -12,6 +12,8 @@ import pytest
 ROOT = Path(__file__).parents[1]
 # The blocks of api.md are signatures, which the generator takes from the code.
 PAGES = sorted({*(ROOT / "docs").rglob("*.md"), *ROOT.glob("*.md")} - {ROOT / "docs" / "api.md"})
+# The commands that read a run: `integration/test_run.py` executes them as they are written.
+READING = {"audit", "balance", "show", "status", "timeline", "token", "top", "trace"}
 BLOCK = re.compile(r"^( *)```(\w*)[^\n]*\n(.*?)^ *```", re.DOTALL | re.MULTILINE)
 
 

@@ -17,12 +17,11 @@ from typer.testing import CliRunner
 import rillflow
 from chrome_trace import check_trace, flows_of
 from commands import Cli, Started, processes_of, steps_of, wait_until
-from docs_blocks import command_lines
+from docs_blocks import READING, command_lines
 from exposed_metrics import check_board, check_table
 from loaded_modules import LoadedModules
 from rillflow.cli.main import app
 
-READING = {"audit", "balance", "show", "status", "timeline", "token", "top", "trace"}
 SHORT = [
     "trainer.steps=3",
     "trainer.batch_groups=2",

@@ -21,17 +21,40 @@ import yaml
 from typer.main import get_command
 from typer.testing import CliRunner
 
-from docs_blocks import PAGES, ROOT, blocks, command_lines
+from docs_blocks import PAGES, READING, ROOT, blocks, command_lines
 from rillflow.cli.main import app
 from rillflow.config import load_recipe, recipes
 from rillflow.config.load import read_raw, validate
 from rillflow.config.supervised import FitRecipe, load_fit
 
 COMMANDS: dict[str, Any] = get_command(app).commands  # type: ignore[attr-defined]
-# They need neither a run nor a model, and end within a second. `integration/test_run.py` executes the documented
-# commands that read a run; commands that take longer are executed by the tests of whole runs: run, resume, fit, eval,
-# try, trainer, rollout, unit, stage, relay.
+# They need neither a run nor a model, and end within a second.
 CHEAP = ("environments", "grafana", "leakage train.jsonl test.jsonl", "recipes", "recipes quickstart", "rewards")
+
+# The documented commands that take longer, and the test that executes each.
+EXECUTED = {
+    "dashboard": "integration/test_dashboard_browser.py::test_two_runs_side_by_side",
+    "environments": "unit/agents/environments/test_openenv.py::test_an_episode_over_the_wire_is_the_episode_here",
+    "eval": "integration/test_evaluation_lane.py::test_an_evaluation_that_is_stopped_leaves_its_records_and_goes_on",
+    "export": "unit/cli/test_export.py::test_transformers_loads_what_was_published",
+    "fit": "integration/test_fit_recipes.py::test_two_ranks_have_the_curve_of_one",
+    "graph": "unit/cli/test_graph_command.py::test_the_drawing",
+    "label": "integration/test_agentflow_run.py::test_from_continuations_to_labels_to_step_rewards",
+    "maintain": "integration/test_maintainer_run.py::test_a_node_is_started_and_stopped_by_reports",
+    "nodes": "integration/test_elastic_run.py::test_nodes_come_and_go_while_the_trainer_trains",
+    "play": "unit/cli/test_agents_commands.py::test_the_gold_player_wins",
+    "relay": "integration/test_weight_commands.py::test_from_the_run_through_a_relay",
+    "retire": "integration/test_elastic_run.py::test_nodes_come_and_go_while_the_trainer_trains",
+    "rollout": "integration/test_elastic_run.py::test_nodes_come_and_go_while_the_trainer_trains",
+    "run": "integration/test_run.py::test_a_short_run_leaves_what_it_promises",
+    "stage": "integration/test_joined_parts.py::test_a_whole_run_of_joined_parts",
+    "tags": "integration/test_tags_run.py::test_tags_change_while_the_run_trains",
+    "tools": "unit/agents/tools/test_mcp_server.py::test_the_command_serves_pipes",
+    "trainer": "integration/test_joined_parts.py::test_a_whole_run_of_joined_parts",
+    "try": "unit/cli/test_try_command.py::test_an_endpoint_answers_in_place_of_the_policy",
+    "unit": "integration/test_joined_parts.py::test_a_whole_run_of_joined_parts",
+    "warm": "unit/runtime/test_warm.py::test_a_command_runs_in_a_fork_with_the_streams_of_its_caller",
+}
 
 
 @pytest.mark.parametrize("line", command_lines())
@@ -45,6 +68,17 @@ def test_a_command_can_be_parsed(line: str) -> None:
         check_module(words[1], [word for word in words[2:] if word.startswith("--")])
     else:
         parse(words[0], words[1:])
+
+
+def test_every_documented_command_is_executed() -> None:
+    lines = [shlex.split(line.values[0]) for line in command_lines()]
+    named = {words[1] for words in lines if words[0] == "rillflow"}
+    assert named - {line.split()[0] for line in CHEAP} - READING - set(EXECUTED) == set()
+    for command, test in EXECUTED.items():
+        path, _, name = test.partition("::")
+        text = (ROOT / "tests" / path).read_text()
+        assert f"def {name}(" in text, test
+        assert command in text, test
 
 
 def check_module(name: str, options: list[str]) -> None:

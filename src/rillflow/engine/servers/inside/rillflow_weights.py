@@ -183,12 +183,13 @@ class RillflowWorker:
     def _rillflow_whole(self, name: str) -> torch.Tensor:
         """All weights of a tensor, flat: the parameter itself where it is one run of memory, else a copy."""
         places, (shape, _) = self.rillflow_places[name], self.rillflow_facts[name]
+        held: torch.Tensor = places[0].held
         if self._rillflow_in_place(name):
-            return places[0].held.view(-1)
+            return held.view(-1)
         different = {(place.offset, place.size, place.stride): place for place in places}.values()
         if sum(math.prod(place.size) for place in different) < math.prod(shape):
             raise ValueError(f"this rank holds only a part of {name}: it cannot decode its delta")
-        flat = places[0].held.new_empty(math.prod(shape))
+        flat = held.new_empty(math.prod(shape))
         for place in different:
             flat.as_strided(place.size, place.stride, place.offset).copy_(place.held)
         return flat
