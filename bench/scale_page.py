@@ -16,7 +16,7 @@ from typing import Any
 
 from bench.scale_costs import RESULTS
 
-RECORD = RESULTS / "scale-cpu-aarch64.json"
+RECORD = RESULTS / "scale-cpu-x86_64.json"
 DOCS = RESULTS.parents[1] / "docs"
 PAGE, PICTURE = DOCS / "scaling.md", DOCS / "images" / "scale.png"
 

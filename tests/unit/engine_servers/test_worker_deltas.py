@@ -14,9 +14,10 @@ from test_weights_inside import Ranks
 from rillflow.config.policy import EngineConfig, ServerConfig
 from rillflow.contracts import DecodesDeltas, Deltas
 from rillflow.engine.servers import ModelFacts, Tainted
+from rillflow.engine.servers.inside import rillflow_weights
 from rillflow.engine.servers.inside.rillflow_weights import RillflowWorker
 from rillflow.engine.servers.vllm import VllmEngine
-from rillflow.engine.servers.weights import DeltaUpdate, check_layout
+from rillflow.engine.servers.weights import DeltaUpdate, check_layout, lay_whole
 from rillflow.errors import EngineError, WeightsError
 from rillflow.weights import delta_file
 from rillflow.weights.delta_file import Part, piece_of
@@ -62,7 +63,9 @@ class Model(torch.nn.Module):
 
 
 class World:
-    """A trainer's store, and a server with one worker."""
+    """A trainer's store, and a server with one worker, which decodes `ahead` or when it is stopped."""
+
+    ahead = False
 
     def __init__(self, folder: Path) -> None:
         self.store = FolderStore(folder, deltas=True)
@@ -97,7 +100,10 @@ class World:
             raise EngineError(f"vLLM: {error}") from error
 
     async def apply(self, deltas: Deltas) -> DeltaUpdate:
-        update = DeltaUpdate(self.facts, deltas, self.rewrite)
+        update = DeltaUpdate(self.facts, deltas, self.rewrite, ahead=self.ahead)
+        before = {name: parameter.clone() for name, parameter in self.model.state_dict().items()}
+        await update.get_ready()
+        assert all(torch.equal(before[name], parameter) for name, parameter in self.model.state_dict().items())
         await update.apply()
         await update.close()
         return update
@@ -108,6 +114,52 @@ class World:
         held = self.model.state_dict()
         for name, tensor in expected.state_dict().items():
             assert torch.equal(held[name], tensor), name
+
+
+@pytest.fixture(params=[False, True], ids=["stopped", "ahead"], autouse=True)
+def ahead(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(World, "ahead", request.param)
+
+
+async def prepared(world: World) -> list[Any]:
+    """The argument of a call for the next version, which the worker has decoded."""
+    head = world.publish()
+    update = DeltaUpdate(world.facts, world.deltas(head - 1, head), world.rewrite, ahead=True)
+    await update.get_ready()
+    return update._steps
+
+
+async def test_what_was_decoded_ahead_is_written(tmp_path: Path) -> None:
+    world = World(tmp_path)
+    steps = await prepared(world)
+    for piece in steps[0]:  # nothing is read any more
+        Path(piece[0]).write_bytes(b"")
+    world.worker.rillflow_decode(steps)
+    world.assert_holds(world.weights)
+    assert world.worker.rillflow_ahead is None
+
+
+async def test_what_was_decoded_ahead_of_other_weights_is_dropped(tmp_path: Path) -> None:
+    world = World(tmp_path)
+    old = {name: tensor.clone() for name, tensor in world.weights.items()}
+    steps = await prepared(world)
+    laid = lay_whole({name: tensor + 1 for name, tensor in old.items()})
+    world.worker.rillflow_load(sorted(str(path) for path in laid.folder.iterdir()))
+    laid.remove()
+    world.model.load_weights(old.items())
+    assert world.worker.rillflow_ahead is None
+    world.worker.rillflow_decode(steps)
+    world.assert_holds(world.weights)
+
+
+async def test_too_many_changes_are_not_kept_beside_sampling(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rillflow_weights, "_AHEAD", 10)
+    world = World(tmp_path)
+    steps = await prepared(world)
+    assert world.worker.rillflow_ahead is not None
+    assert world.worker.rillflow_ahead.changes() is None
+    world.worker.rillflow_decode(steps)
+    world.assert_holds(world.weights)
 
 
 async def test_every_parameter_becomes_what_was_published(tmp_path: Path) -> None:

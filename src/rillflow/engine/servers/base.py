@@ -229,6 +229,9 @@ class ServerEngine(ABC):
             await self._calls.settle()
             async with self._one_at_a_time:
                 check()
+                self._check_up()
+                if not self._asleep:
+                    await update.get_ready()
                 await self._apply(update, version, probe)
                 self._loads += 1
         finally:

@@ -44,6 +44,7 @@ class InPlaceEngine(ServerEngine):
     """
 
     PRODUCT: ClassVar[str]
+    DECODES_AHEAD: ClassVar[bool] = False  # whether its workers can decode a delta while they sample
 
     def __init__(
         self, model: ModelFacts, settings: EngineConfig, *, logs: Path | None = None, clock: Clock | None = None
@@ -93,7 +94,7 @@ class InPlaceEngine(ServerEngine):
 
     @abstractmethod
     async def rewrite(self, method: str, argument: list[Any]) -> list[Any]:
-        """Call `rillflow_load`, `rillflow_patch` or `rillflow_decode` on every rank; return what each answers."""
+        """Call a method of `rillflow_weights` that takes a list, on every rank; return what each answers."""
 
     def learn_layout(self, answers: Sequence[Mapping[str, Any]]) -> None:
         """Take what every rank says of where weights live. ConfigError when they cannot be changed in place."""
@@ -125,7 +126,8 @@ class InPlaceEngine(ServerEngine):
     async def apply_deltas(self, deltas: Deltas, version: int, probe: Probe | None = None) -> None:
         self._check_up()
         self._check_base(deltas)
-        update = await asyncio.to_thread(DeltaUpdate, self.model, deltas, self.rewrite)
+        ahead = self.DECODES_AHEAD
+        update = await asyncio.to_thread(DeltaUpdate, self.model, deltas, self.rewrite, ahead=ahead)
         await self._change(update, version, probe, lambda: self._check_base(deltas))
 
     async def put_initial(self) -> None:

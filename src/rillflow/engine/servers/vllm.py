@@ -49,6 +49,7 @@ class VllmEngine(InPlaceEngine):
     """Starts and supervises a vLLM server, or uses one that runs."""
 
     PRODUCT = "vLLM"
+    DECODES_AHEAD = True
 
     def __init__(
         self,

@@ -12,6 +12,7 @@ by the next one.
 
 from __future__ import annotations
 
+import asyncio
 import fcntl
 import os
 import shutil
@@ -43,6 +44,7 @@ if TYPE_CHECKING:
 _T = TypeVar("_T")
 _HINT = "weights are changed in place: serve the model unquantised, in the dtype that is published"
 _SHARED_MEMORY = Path("/dev/shm")
+_READY_SECONDS, _LOOK_SECONDS = 60.0, 0.01  # to decode while the server samples, and between two looks whether it has
 _YOUNG_SECONDS = 60.0  # a folder's files may not be there yet
 
 
@@ -252,6 +254,9 @@ class Update(ABC):
 
     seconds: Mapping[str, float] = {}
 
+    async def get_ready(self) -> None:  # noqa: B027 - most updates have nothing to do
+        """Do what can be done while the server samples with the old weights."""
+
     @abstractmethod
     async def apply(self) -> None:
         """Change the weights and verify them. After a WeightsError nothing has changed; after another one some may."""
@@ -361,9 +366,10 @@ class LaidUpdate(WorkersUpdate):
 
 
 class DeltaUpdate(WorkersUpdate):
-    """Published deltas that the workers decode. WeightsError when they are not deltas of this model's weights."""
+    """Published deltas that the workers decode, `ahead` if they can do so while they sample. WeightsError when they are
+    not deltas of this model's weights."""
 
-    def __init__(self, model: ModelFacts, deltas: Deltas, rewrite: Rewrite) -> None:
+    def __init__(self, model: ModelFacts, deltas: Deltas, rewrite: Rewrite, *, ahead: bool = False) -> None:
         steps = [delta_file.locate(paths) for paths in deltas.steps]
         names = dict.fromkeys(part.tensor for step in steps for piece in step for part in piece.parts)
         unknown = [name for name in names if name not in model.aliases or name not in deltas.fingerprints]
@@ -382,6 +388,16 @@ class DeltaUpdate(WorkersUpdate):
             ]
             for step in steps
         ]
+
+        self._ahead = ahead
+
+    async def get_ready(self) -> None:
+        with suppress(TimeoutError):
+            async with asyncio.timeout(_READY_SECONDS):
+                while self._ahead:
+                    if all(await self._rewrite("rillflow_prepare", self._steps)):
+                        return
+                    await asyncio.sleep(_LOOK_SECONDS)
 
     async def apply(self) -> None:
         await self._call("rillflow_decode", self._steps)

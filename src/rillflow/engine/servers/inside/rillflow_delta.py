@@ -5,7 +5,8 @@ Rillflow's `kernels.delta.format` documents the bytes. A batch of segments is de
 1. The old weights of each segment are sorted by class (stable), so that the weight of a rank in a class is a look-up.
    This is the only step whose time depends on the number of weights; the others depend on the number of changes.
 2. The class sizes are downloaded, and the host reads the tables (`rillflow_delta_streams`).
-3. The streams of all segments are decoded at once, and the changes are added to the old weights.
+3. The streams of all segments are decoded at once, and the changes are added to the old weights. `decoded` leaves
+   them there, so that a thread can decode while the weights are in use, and `make` changes them.
 
 Invariants: whatever the bytes are, no index leaves its array, because an index error on a GPU ends the server. Bytes
 that do not fit the weights raise DeltaError; the segments decoded before them have been applied, so the caller must
@@ -72,8 +73,33 @@ class _Segment(NamedTuple):
     done: Callable[[], None] | None  # of the piece, where this is its last segment
 
 
+class Change(NamedTuple):
+    """New bits of some weights of a run, or of all of them. `done` is called once they are made."""
+
+    bits_N: torch.Tensor
+    place_K: torch.Tensor | None
+    new_K: torch.Tensor
+    done: Callable[[], None] | None
+
+
 def apply_all(pieces: Iterable[Piece]) -> None:
     """Apply deltas of weights of one dtype, batch by batch."""
+    for changes in decoded(pieces):
+        make(changes)
+
+
+def make(changes: Iterable[Change]) -> None:
+    for change in changes:
+        if change.place_K is None:
+            change.bits_N.copy_(change.new_K)
+        elif len(change.place_K):
+            change.bits_N[change.place_K.long()] = change.new_K
+        if change.done is not None:
+            change.done()
+
+
+def decoded(pieces: Iterable[Piece]) -> Iterator[list[Change]]:
+    """Yield the changes of each batch of deltas of weights of one dtype; none is made."""
     some: list[_Segment] = []
     for piece in pieces:
         layout = LAYOUTS[piece.weights_N.dtype]
@@ -81,22 +107,25 @@ def apply_all(pieces: Iterable[Piece]) -> None:
             some.append(segment)
             weights, size = sum(len(one.bits_N) for one in some), sum(len(one.data) for one in some)
             if weights >= _BATCH or size >= _BATCH_BYTES:
-                _apply(some, layout)
+                yield _decoded(some, layout)
                 some = []
     if some:
-        _apply(some, layout)
+        yield _decoded(some, layout)
 
 
-def _apply(segments: Sequence[_Segment], layout: Layout) -> None:
-    for segment in segments:
-        if segment.kind == _RAW:
-            segment.bits_N.copy_(torch.frombuffer(bytearray(segment.data), dtype=layout.integer))
+def _decoded(segments: Sequence[_Segment], layout: Layout) -> list[Change]:
     coded = [segment for segment in segments if segment.kind == _CODED]
-    if coded:
-        _apply_coded(coded, layout)
+    found = iter(_of_coded(coded, layout) if coded else [])
+    changes = []
     for segment in segments:
-        if segment.done is not None:
-            segment.done()
+        place_K, new_K = None, segment.bits_N
+        if segment.kind == _RAW:
+            new_K = torch.frombuffer(bytearray(segment.data), dtype=layout.integer)
+        elif segment.kind == _CODED:
+            place_K, new_K = next(found)
+        if segment.kind != _SAME or segment.done is not None:
+            changes.append(Change(segment.bits_N, place_K, new_K, segment.done))
+    return changes
 
 
 def _segments(piece: Piece, layout: Layout) -> Iterator[_Segment]:
@@ -166,22 +195,24 @@ def _starts(data: memoryview, layout: Layout) -> list[int]:
 # ---------------------------------------------------------------- changes
 
 
-def _apply_coded(segments: Sequence[_Segment], layout: Layout) -> None:
+def _of_coded(segments: Sequence[_Segment], layout: Layout) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Yield the changes of each coded segment: the places there, and the new bits."""
     found = _sorted_by_class(segments, layout)
     device = found.bits_B.device
     streams = _streams.Streams([segment.data for segment in segments], found.sizes, layout.width, device)
     rows = streams.rows
     if not rows.rows:
+        nothing = found.place_B[:0]
+        yield from ((nothing, found.bits_B[:0]) for _ in segments)
         return
     changes = _streams.changes_of(streams)
     begin_G = torch.tensor(rows.begins, device=device)
-    place_K = found.place_B[begin_G[changes.group_K] + changes.rank_K].long()
-    new_K = _moved(found.bits_B[place_K], changes.change_K, layout)
+    place_K = found.place_B[begin_G[changes.group_K] + changes.rank_K]
+    new_K = _moved(found.bits_B[place_K.long()], changes.change_K, layout)
     counts = np.bincount(rows.segments, weights=rows.changes, minlength=len(segments)).astype(np.int64).tolist()
     first = at = 0
     for segment, count in zip(segments, counts, strict=True):
-        if count:
-            segment.bits_N[place_K[at : at + count] - first] = new_K[at : at + count]
+        yield place_K[at : at + count] - first, new_K[at : at + count]
         first, at = first + len(segment.bits_N), at + count
 
 

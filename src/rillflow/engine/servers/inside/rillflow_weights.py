@@ -17,8 +17,10 @@ import math
 import mmap
 import os
 import struct
+import threading
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -30,12 +32,15 @@ _delta, _logprobs, _places = (
     for name in ("rillflow_delta", "rillflow_logprobs", "rillflow_places")
 )
 
+_AHEAD = 256 << 20  # bytes of new weights that are kept until they are written
 _UPLOAD = 256 << 20  # bytes of a file that is copied to the device in one go
 _DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16, "I64": torch.int64, "I32": torch.int32}
 
 
 class RillflowWorker:
     """Joined to vLLM's worker class; its methods are called through `collective_rpc` with plain arguments."""
+
+    rillflow_ahead: _Ahead | None = None
 
     def rillflow_layout(
         self, shapes: dict[str, list[int]], dtype: str, pieces: dict[str, list[Any]] | None = None
@@ -91,9 +96,25 @@ class RillflowWorker:
             if unknown:
                 raise ValueError(f"{unknown[0]} is not in the layout")
             began = time.perf_counter()
-            for step in steps:
-                _delta.apply_all(self._rillflow_pieces(step))
+            ahead, self.rillflow_ahead = self.rillflow_ahead, None
+            changes = ahead.changes() if ahead is not None and ahead.steps == steps else None
+            if changes is not None:
+                _delta.make(changes)
+            else:
+                for step in steps:
+                    _delta.apply_all(self._rillflow_pieces(step))
             return self._rillflow_read_back(list(names), "decode", began)
+
+    def rillflow_prepare(self, steps: list[list[list[Any]]]) -> bool:
+        """Decode a step beside sampling, for `rillflow_decode` of the same step. Answers at once whether that has
+        ended: ask again until it has. Several steps are not decoded ahead: each needs the weights of the one before."""
+        ahead = self.rillflow_ahead
+        if ahead is None or ahead.steps != steps:
+            known = all(name in self.rillflow_facts for step in steps for *_, parts in step for name, _, _ in parts)
+            if len(steps) != 1 or not known:
+                return True
+            ahead = self.rillflow_ahead = _Ahead(steps, self._rillflow_pieces(steps[0]))
+        return ahead.ended()
 
     def rillflow_fingerprints(self, names: list[str]) -> dict[str, Any]:
         """Return the sum of each part of these tensors that this rank holds, by its place."""
@@ -111,6 +132,7 @@ class RillflowWorker:
         for entry in entries:
             self._rillflow_check(entry, entries)
         began = time.perf_counter()
+        self.rillflow_ahead = None  # it was decoded from weights that are no more
         write(entries)
         names = list(dict.fromkeys(entry.rpartition(":")[0] or entry for entry in entries))
         return self._rillflow_read_back(names, "write", began)
@@ -209,6 +231,39 @@ class RillflowWorker:
                 for place in self.rillflow_places[name]:
                     _places.fill(place, whole)
             at += weights
+
+
+class _Ahead:
+    """The changes of one step of deltas, decoded by a thread with a stream of its own."""
+
+    def __init__(self, steps: list[Any], pieces: Iterator[Any]) -> None:
+        self.steps = steps
+        self._changes: list[Any] | None = None
+        # Of the device that this thread uses; a new thread would use the first one.
+        self._stream: Any = torch.cuda.Stream() if torch.cuda.is_available() else None  # type: ignore[no-untyped-call]
+        self._thread = threading.Thread(target=self._decode, args=(pieces,), name="rillflow-decode", daemon=True)
+        self._thread.start()
+
+    def ended(self) -> bool:
+        return not self._thread.is_alive()
+
+    def changes(self) -> list[Any] | None:
+        """Return the changes; None if they could not be decoded, or not kept in memory, beside sampling."""
+        self._thread.join()
+        return self._changes
+
+    def _decode(self, pieces: Iterator[Any]) -> None:
+        # Whatever fails here fails again where it is told, or has the memory that it needs there.
+        with suppress(Exception), torch.no_grad(), torch.cuda.stream(self._stream):
+            changes, size = [], 0
+            for batch in _delta.decoded(pieces):
+                changes += batch
+                size += sum(change.new_K.nbytes for change in batch if change.new_K is not change.bits_N)
+                if size > _AHEAD:
+                    return
+            if self._stream is not None:
+                self._stream.synchronize()
+            self._changes = changes
 
 
 def _given(sources: dict[str, torch.Tensor], pieces: dict[str, list[Any]]) -> Iterator[tuple[str, torch.Tensor]]:
