@@ -102,6 +102,7 @@ class Rectangle:
         (lease,) = (await self._mine.client.lease_tasks(ask)).leases
         began = Moment.now()
         places = await self._mine.writer.put(self._data, 120.0)
+        written = time.perf_counter()
         samples = [
             SampleMeta(
                 policy=MAIN,
@@ -118,7 +119,7 @@ class Rectangle:
             task=lease.task.id, attempt=lease.attempt, node="n", reward=1.0, samples=samples, calls=1, seconds=0.1
         )
         await self._mine.client.complete(news)
-        spent = began.passed("put")
+        spent = began.passed("put") | {"rows": written - began.wall}
         began = Moment.now()
         batch = (await self.seat.lease(1)).batch
         assert batch is not None

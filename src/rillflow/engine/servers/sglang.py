@@ -245,7 +245,7 @@ class SglangEngine(InPlaceEngine):
         """Have every rank carry out a method of `rillflow_weights`; what each of them gives."""
         number, ranks = next(self._numbers), self.settings.server.tensor_parallel
         shapes = {name: list(shape) for name, shape in self.model.shapes.items()}
-        layout = [shapes, str(DTYPES[self.model.dtype]).removeprefix("torch.")]
+        layout = [shapes, str(DTYPES[self.model.dtype]).removeprefix("torch."), dict(self.model.pieces)]
         await asyncio.to_thread(write_order, self._orders, number, layout, method, list(arguments))
         await self._control("/begin_weight_update", {"selector": "target"})
         try:

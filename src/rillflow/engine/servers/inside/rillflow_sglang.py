@@ -30,7 +30,7 @@ def answer_name(number: int, rank: int) -> str:
 
 
 def write_order(folder: Path, number: int, layout: list[Any], method: str, arguments: list[Any]) -> None:
-    """`layout`: the shapes of all published tensors, and their dtype."""
+    """`layout`: the shapes of all published tensors, their dtype, and the pieces that checkpoints name otherwise."""
     order = {"number": number, "layout": layout, "method": method, "arguments": arguments}
     _write(folder / _ORDER, order)
 
