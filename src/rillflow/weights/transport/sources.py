@@ -276,9 +276,10 @@ class HttpSource:
         if facts is None:
             raise WeightsError(f"version {version} has no file {name!r}", "look at its manifest")
         key = (version, name)
-        if key not in self._fetches:
-            self._fetches[key] = _Fetch(asyncio.create_task(self._have(version, name, facts)))
-        fetch = self._fetches[key]
+        while (fetch := self._fetches.get(key)) is not None and fetch.task.cancelling():
+            await self._end(key, fetch)
+        if fetch is None:
+            fetch = self._fetches[key] = _Fetch(asyncio.create_task(self._have(version, name, facts)))
         fetch.waiting += 1
         try:
             # A cancelled caller does not cancel the download for others.
@@ -290,9 +291,13 @@ class HttpSource:
             fetch.waiting -= 1
             if not fetch.waiting and not fetch.fetched:
                 fetch.task.cancel()
-                await asyncio.wait({fetch.task})
-                if self._fetches.get(key) is fetch:
-                    del self._fetches[key]
+                await self._end(key, fetch)
+
+    async def _end(self, key: tuple[int, str], fetch: _Fetch) -> None:
+        """Wait until a cancelled download has closed its file, and forget it."""
+        await asyncio.wait({fetch.task})
+        if self._fetches.get(key) is fetch:
+            del self._fetches[key]
 
     async def _have(self, version: int, name: str, facts: FileFacts) -> Path:
         path = self._cache.folder / folder_name(version) / name

@@ -111,10 +111,26 @@ async def test_a_reader_that_goes_leaves_the_download_to_others(reader: Reader, 
 
     async with between(url, slowly) as (middle, seen):
         source = reader(middle)
-        first, second = (asyncio.create_task(source.file(7, NAME)) for _ in range(2))
+        first = asyncio.create_task(source.file(7, NAME))
         await seen.asked.wait()
+        second = asyncio.create_task(source.file(7, NAME))
+        await asyncio.sleep(0)  # it knows the manifest, so it shares the download at once
         first.cancel()
         gate.set()
+        assert (await second).read_bytes() == DATA
+
+
+async def test_a_reader_may_come_while_the_download_of_the_last_one_ends(reader: Reader, url: str) -> None:
+    async def never(exchange: Exchange) -> None:
+        await asyncio.sleep(60)
+
+    async with between(url, never) as (middle, seen):
+        source = reader(middle)
+        first = asyncio.create_task(source.file(7, NAME))
+        await seen.asked.wait()
+        first.cancel()
+        seen.behave = well
+        second = asyncio.create_task(source.file(7, NAME))
         assert (await second).read_bytes() == DATA
 
 
