@@ -149,6 +149,8 @@ def running_mean(values: list[float], width: int) -> list[float]:
 
 _SHOWN_ERRORS = 3
 _FAILURES, _ENDED = "failures", "ended"  # how counts of failed episodes, and of rewarded ends, begin
+_ENDS = ("trained", "filtered", "expired", "failed")  # of prompts
+_HELD_OUT = "eval."  # how counts of held-out prompts begin
 _REWARDABLE = ("agent_error", "workflow_error", "context_overflow", "timeout")  # what `ends` may name
 _PATHS = ("forks", "tokens_forwarded", "tokens_trained")  # what every episode measures of its paths
 
@@ -212,8 +214,7 @@ def summary_table(summary: dict[str, Any], folder: Path, plot: Path | None) -> T
         table.add_row("an episode's paths", _path_row(summary["paths"]))
     table.add_row("trainer waited", f"{summary['wait_fraction']:.0%} of its time")
     counts, failed, ended = summary["counts"], failures(summary["counts"]), rewarded_ends(summary["counts"])
-    shown = {name: n for name, n in counts.items() if n and not name.startswith((_FAILURES, f"{_ENDED}."))}
-    table.add_row("prompts", listed(shown))
+    table.add_row("prompts", _prompts(counts))
     if failed:
         hint = "; `ends` can make such an end a reward" if any(cause in failed for cause in _REWARDABLE) else ""
         table.add_row("failed episodes", f"{listed(failed)}; each traceback is in {folder / 'logs'}{hint}")
@@ -244,6 +245,26 @@ def failures(counts: Mapping[str, int]) -> dict[str, int]:
 def rewarded_ends(counts: Mapping[str, int]) -> dict[str, int]:
     """Return how many episodes ended without an answer and have a reward by the recipe's `ends`, by how they ended."""
     return _named(counts, f"{_ENDED}.")
+
+
+def _prompts(counts: Mapping[str, int]) -> str:
+    """Return how many prompts reached which end and why: `9 admitted: 6 trained, 3 filtered (zero_variance 3)`."""
+    ends = ", ".join(_end(counts, end) for end in _ENDS if counts.get(end))
+    held_out = {name.removeprefix(_HELD_OUT): n for name, n in counts.items() if name.startswith(_HELD_OUT) and n}
+    told = {*_ENDS, "admitted", "eval", _ENDED}
+    others = {
+        name: n
+        for name, n in counts.items()
+        if n and not name.startswith(_FAILURES) and name.partition(".")[0] not in told
+    }
+    parts = [f"{counts.get('admitted', 0)} admitted: {ends or 'none has ended'}"]
+    parts += [f"held out: {listed(held_out)}"] if held_out else []
+    return "; ".join([*parts, listed(others)] if others else parts)
+
+
+def _end(counts: Mapping[str, int], end: str) -> str:
+    causes = listed(_named(counts, f"{end}."))
+    return f"{counts[end]} {end}" + (f" ({causes})" if causes else "")
 
 
 def listed(counts: Mapping[str, int]) -> str:

@@ -25,7 +25,7 @@ def test_a_trainer_must_join_first(make_world):
 def test_a_batch_waits_and_says_for_what(make_world):
     world = make_world()
     world.lease()
-    assert world.ask().waiting_for == "0 of 2 groups ready, 4 tasks running, 1 nodes"
+    assert world.ask().waiting_for == "0 of 2 groups ready, 4 tasks running, 1 node"
 
 
 def test_the_same_attempt_gets_the_same_batch(make_world):

@@ -111,7 +111,9 @@ def test_several_policies_are_shown_at_their_own_steps(terminal: bool) -> None:
 def test_failed_episodes_are_counted_where_people_look(tmp_path: Path) -> None:
     console = Console(file=io.StringIO(), width=400)
     failed = {"failures_in_a_row": 2, "failures.reward_error": 5, "failures.timeout": 1}
-    seen = status(counts={"trained": 24, "ended.agent_error": 3, "expired.run_ended": 2, **failed})
+    ends = {"trained": 24, "expired": 2, "expired.run_ended": 2, "filtered": 4, "filtered.zero_variance": 4}
+    others = {"admitted": 460, "eval.evaluated": 8, "late": 3, "ended.agent_error": 3}
+    seen = status(counts=ends | others | failed)
     line = Progress("run", console)._line(seen)
     assert "failed episodes 6 (reward_error 5, timeout 1)" in line
     assert "rewarded ends agent_error 3" in line
@@ -121,7 +123,10 @@ def test_failed_episodes_are_counted_where_people_look(tmp_path: Path) -> None:
     assert "reward_error 5, timeout 1; each traceback is in" in told
     assert "failures_in_a_row" not in told
     assert "`ends` can make such an end a reward" in told
-    assert "trained 24, expired.run_ended 2 " in told
+    assert (
+        "460 admitted: 24 trained, 4 filtered (zero_variance 4), 2 expired (run_ended 2); held out: evaluated 8" in told
+    )
+    assert "late 3" in told
     assert told.count("agent_error 3") == 1
 
 

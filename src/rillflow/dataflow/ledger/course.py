@@ -247,8 +247,9 @@ class Course(Part):
         stages = "".join(f", stage {stage}: {groups} groups behind" for stage, groups in behind.items())
         stages += f", {scoring} waiting for their group's reward" if (scoring := self._parts.scoring.count) else ""
         running, nodes = self._parts.tasks.running, self._parts.nodes.healthy
+        at_work = f"{_counted(running, 'task')} running, {_counted(nodes, 'node')}"
         return (
-            f"{ready} of {groups} groups ready{stages}, {running} tasks running, {nodes} nodes"
+            f"{ready} of {groups} groups ready{stages}, {at_work}"
             f"{self._flat(policy, groups)}{self._parts.streams.skipping()}{self._failing()}"
         )
 
@@ -344,3 +345,7 @@ class Parts:
         self.kept = KeptEpisodes(base, self.groups, self.lineage)
         self.course = Course(base, hooks, source, self)
         self.balances = Balances(base, base.rules.policy, base.rules.balance_every)
+
+
+def _counted(number: int, noun: str) -> str:
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
