@@ -151,7 +151,9 @@ def vllm_rates(python: str | None, threads: int, repeats: int) -> tuple[dict[str
         job = {"model": str(Path(folder) / "model"), "context": CONTEXT, "threads": threads, "cases": cases}
         (Path(folder) / "job.json").write_text(json.dumps(job))
         script = Path(__file__).with_name("engine_vllm.py")
-        ran = subprocess.run([python, str(script), folder], capture_output=True, text=True, check=False, timeout=1800)
+        # Without this folder on its path: transformers would take `kernels.py` for a package of that name.
+        command = [python, "-P", str(script), folder]
+        ran = subprocess.run(command, capture_output=True, text=True, check=False, timeout=1800)
         found = Path(folder) / "rates.json"
         rates = json.loads(found.read_text()) if found.exists() else {}
         named = [line for line in ran.stderr.splitlines() if "Error" in line]

@@ -12,6 +12,7 @@ import os
 import shlex
 import sys
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, TypeVar, get_args
 
@@ -347,9 +348,24 @@ def _load_file(path: Path) -> Any:
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    sys.path.insert(0, str(path.parent))  # the file may import its neighbours
     try:
-        spec.loader.exec_module(module)
+        with _neighbours_of(path):
+            spec.loader.exec_module(module)
     except Exception as error:
         raise ConfigError(f"cannot load {path}: {type(error).__name__}: {error}", "fix the file") from error
     return module
+
+
+@contextmanager
+def _neighbours_of(path: Path) -> Iterator[None]:
+    """Let a file import the modules beside it. They come first while it is loaded, as for a script, and last from then
+    on: a file of the user hides no installed package from other code that imports it later."""
+    folder = str(path.parent)
+    sys.path.insert(0, folder)
+    try:
+        yield
+    finally:
+        with suppress(ValueError):  # the file may have changed the path
+            sys.path.remove(folder)
+        if folder not in sys.path:
+            sys.path.append(folder)

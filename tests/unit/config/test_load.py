@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib.util
+import sys
 from pathlib import Path
 
 import pytest
@@ -217,6 +219,22 @@ def test_resolve_object(recipe_file: Path) -> None:
 def test_references_that_lead_nowhere(reference: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         resolve_object(reference)
+
+
+def test_a_file_imports_its_neighbours_and_hides_no_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    for module in ("rewards_at_load", "rewards_later", "this"):  # `this` is a module of Python, too
+        monkeypatch.delitem(sys.modules, module, raising=False)
+        (tmp_path / f"{module}.py").write_text("value = 1\n")
+    (tmp_path / "play.py").write_text(
+        "import rewards_at_load\ndef reward():\n    import rewards_later\n    return rewards_later.value\n"
+    )
+    for _ in range(2):
+        assert resolve_object(f"{tmp_path / 'play.py'}:reward")() == 1
+    assert sys.path.count(str(tmp_path)) == 1
+    found = importlib.util.find_spec("this")
+    assert found is not None
+    assert Path(str(found.origin)).parent != tmp_path
 
 
 def test_a_file_that_raises_is_named(tmp_path: Path) -> None:
