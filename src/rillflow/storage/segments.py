@@ -276,6 +276,10 @@ class SegmentWriter:
         with disk_errors(folder):
             folder.mkdir(parents=True, exist_ok=True)
 
+    def appends(self, size: int) -> bool:
+        """Return whether columns of `size` bytes would be written into the open file, and nothing synced for them."""
+        return not self._synced and self._file is not None and self._file.end + 2 * size < self._limit
+
     def write(self, rows: Sequence[Mapping[str, Buffer]]) -> list[Place]:
         """Write one record for each row; they are as durable as was asked for when this returns."""
         with self._all_or_nothing():
