@@ -22,20 +22,18 @@ Answer = TypeVar("Answer")
 MOST = 256  # items of one call
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class _Waiting(Generic[Item, Answer]):
     item: Item
     size: int
     answer: asyncio.Future[Answer]
-    since: float  # of the loop's clock
 
 
 class Batcher(Generic[Item, Answer]):
     """Calls `work` with the items of everybody who waits, with at most `at_once` calls under way.
 
     Items that come meanwhile share the next call, in their order: up to `most` of them, and up to `most_size` in the
-    unit of their sizes unless one alone has more. A call begins `pause` seconds after its first item came at the
-    earliest, so that others can join it. `work` answers each item with its result or with an error of its own,
+    unit of their sizes unless one alone has more. `work` answers each item with its result or with an error of its own,
     in the same order; when it raises, each of its items gets a copy of the error. An item whose caller has stopped
     waiting before its call begins is left out. Belongs to one event loop.
     """
@@ -47,15 +45,14 @@ class Batcher(Generic[Item, Answer]):
         at_once: int = 1,
         most: int = MOST,
         most_size: int | None = None,
-        pause: float = 0.0,
     ) -> None:
         self._work = work
         self._at_once = at_once
         self._most = most
         self._most_size = most_size
-        self._pause = pause
         self._waiting: list[_Waiting[Item, Answer]] = []
         self._running: set[asyncio.Task[None]] = set()
+        self._starting: asyncio.Task[None] | None = None  # has not taken its first items yet
         self._closed = False
         self.size = 0  # of items that wait or are under way
 
@@ -63,14 +60,10 @@ class Batcher(Generic[Item, Answer]):
         """Return a future of the item's answer. Its call begins in the next turn of the loop at the earliest."""
         if self._closed:
             raise _closed()
-        loop = asyncio.get_running_loop()
-        waiting = _Waiting[Item, Answer](item, size, loop.create_future(), loop.time())
+        waiting: _Waiting[Item, Answer] = _Waiting(item, size, asyncio.get_running_loop().create_future())
         self._waiting.append(waiting)
         self.size += size
-        if len(self._running) < self._at_once:
-            task = asyncio.create_task(self._run(), name="batches")
-            self._running.add(task)
-            task.add_done_callback(self._running.discard)  # for one that is cancelled before it begins
+        self._start()
         return waiting.answer
 
     def fail_waiting(self, error: RillflowError) -> list[Item]:
@@ -85,16 +78,26 @@ class Batcher(Generic[Item, Answer]):
         if not finish:
             for task in self._running:
                 task.cancel()
-        if self._running:
-            await asyncio.wait(tuple(self._running))  # they go on should the caller be cancelled
+        while self._running:
+            ended, _ = await asyncio.wait(tuple(self._running))  # they go on should the caller be cancelled
+            self._running -= ended
         self.fail_waiting(_closed())
 
+    def _start(self) -> None:
+        """Begin a call, unless one begins already or as many as may be are under way."""
+        if len(self._running) < self._at_once and (self._starting is None or self._starting.done()):
+            self._starting = task = asyncio.create_task(self._run(), name="batches")
+            self._running.add(task)
+            task.add_done_callback(self._running.discard)  # for one that is cancelled before it begins
+
     async def _run(self) -> None:
+        self._starting = None
         try:
             while self._waiting:
-                if (left := self._waiting[0].since + self._pause - asyncio.get_running_loop().time()) > 0:
-                    await asyncio.sleep(left)
-                await self._call(self._next_group())
+                group = self._next_group()
+                if self._waiting:
+                    self._start()
+                await self._call(group)
         finally:
             # At once, not when the loop comes round to it: the next item must not count on this task.
             self._running.discard(cast("asyncio.Task[None]", asyncio.current_task()))

@@ -84,3 +84,19 @@ async def test_close_finishes_what_waits_or_fails_it(finish: bool) -> None:
     assert found == [2, 4] if finish else [type(one) for one in found] == [Unavailable, Unavailable]
     with pytest.raises(Unavailable, match="closed"):
         batcher.submit(3)
+
+
+async def test_items_of_one_turn_begin_one_call_where_several_may_be_under_way() -> None:
+    work = Work()
+    batcher = Batcher[int, int](work, at_once=3, most=2)
+    waiting = [batcher.submit(n) for n in range(5)]
+    await turns()
+    assert work.calls == [[0, 1], [2, 3], [4]]
+    waiting.append(batcher.submit(5))
+    await turns()
+    assert len(work.calls) == 3
+    closing = asyncio.create_task(batcher.close(finish=True))
+    work.go.set()
+    await closing
+    assert await asyncio.gather(*waiting) == [0, 2, 4, 6, 8, 10]
+    assert work.calls[3:] == [[5]]

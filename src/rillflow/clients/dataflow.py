@@ -41,6 +41,7 @@ from rillflow.types.routes import Dataflow, Updates
 from rillflow.types.runs import ledger_of
 from rillflow.wire import Client
 from rillflow.wire.client import DEFAULT_DEADLINE, Reads, Sends
+from rillflow.wire.connections import within
 
 log = logging.getLogger(__name__)
 
@@ -68,8 +69,7 @@ class Coalesced(Generic[Item, Answer]):
     async def __call__(self, item: Item, deadline: float) -> Answer:
         answer = self._batcher.submit((item, self._clock.monotonic() + deadline))
         try:
-            async with asyncio.timeout(deadline):
-                return await answer
+            return await within(answer, deadline)
         except TimeoutError as error:
             raise DeadlineExceeded(f"no answer within {deadline:.0f} s", "look at the log of the peer") from error
 

@@ -22,7 +22,7 @@ from rillflow.clients.unit_directory import GET_LIMIT, UNIT_ID_FILE, Directory, 
 from rillflow.contracts import Clock, SystemClock
 from rillflow.errors import BadRequest, CorruptData, DeadlineExceeded, Unavailable
 from rillflow.storage import SegmentReader
-from rillflow.storage.records import Arrays, Place, read_record
+from rillflow.storage.records import Arrays, Place, Views, read_record
 from rillflow.types import Row, UnitInfo, Units
 
 __all__ = ["GET_LIMIT", "UNIT_ID_FILE", "Arrays", "DamagedRows", "PayloadReader"]
@@ -99,7 +99,8 @@ class RemoteReader:
             for at in range(start, end, GET_LIMIT)
         ]
         data = pieces[0] if len(pieces) == 1 else b"".join(pieces)
-        return [_try_record(data, start, row, dtypes) for row in rows]
+        views = Views(data, dtypes)
+        return [_try_record(views, start, row) for row in rows]
 
     async def _call(self, client: UnitClient, rows: list[Row], dtypes: Dtypes) -> Found:
         got = await client.get_rows(rows, list(dtypes), self._deadline)
@@ -120,9 +121,9 @@ def _arrays(peer: str, row: Mapping[str, bytes], dtypes: Dtypes) -> Arrays:
         raise CorruptData(f"{peer} answered something else than the columns asked for: {error}") from error
 
 
-def _try_record(data: bytes, start: int, row: Row, dtypes: Dtypes) -> Arrays | CorruptData:
+def _try_record(views: Views, start: int, row: Row) -> Arrays | CorruptData:
     try:
-        return read_record(data, row.offset - start, Place(row.segment, row.offset, row.length), dtypes)
+        return read_record(views, row.offset - start, Place(row.segment, row.offset, row.length))
     except CorruptData as error:
         return error
 

@@ -13,6 +13,7 @@ from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import chain, islice
 from pathlib import Path
+from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -40,17 +41,31 @@ WAITING_BYTES = 256 << 20
 # The bytes of one group, unless one put alone has more. A disk writes as much in the time of a sync. A larger group
 # would keep callers waiting that could go on after a smaller one.
 _GROUP_BYTES = 2 << 20
+# A write of so many bytes into the page cache takes less time than waking a thread for it. A disk that is behind makes
+# writers wait: after one put that took so long, threads wait, until one is quick again.
+_BRIEF_BYTES = 256 << 10
+_BRIEF_SECONDS = 0.001
 
 
 class GroupedPuts:
     """Runs `put` in a thread of its own, for all who wait at once. Bad rows are refused before they join a group.
 
-    Belongs to one event loop. A caller that stops waiting may leave rows behind that have no reference.
+    A group that is `brief`, given the bytes of its columns, is put by the event loop itself, unless the last group took
+    longer than that. Belongs to one event loop. A caller that stops waiting may leave rows behind that have no
+    reference.
     """
 
-    def __init__(self, put: Callable[[Rows], list[Row]], *, limit: int = WAITING_BYTES) -> None:
+    def __init__(
+        self,
+        put: Callable[[Rows], list[Row]],
+        *,
+        limit: int = WAITING_BYTES,
+        brief: Callable[[int], bool] = lambda size: False,
+    ) -> None:
         self._put = put
         self._limit = limit
+        self._brief = brief
+        self._quick = True  # as the last group was
         self._thread = ThreadPoolExecutor(1, "puts")
         self._batcher = Batcher["Rows", list[Row]](self._write, most_size=_GROUP_BYTES)
 
@@ -77,12 +92,22 @@ class GroupedPuts:
     async def _write(self, puts: list[Rows]) -> list[list[Row]]:
         rows = list(chain.from_iterable(puts))
         try:
-            places = iter(await asyncio.get_running_loop().run_in_executor(self._thread, self._put, rows))
+            if self._quick and self._brief(self._batcher.size):
+                places = iter(self._timed(rows))
+            else:
+                places = iter(await asyncio.get_running_loop().run_in_executor(self._thread, self._timed, rows))
         except RillflowError:
             raise
         except Exception as error:
             raise StorageError(f"a put failed: {type(error).__name__}: {error}", "see the log") from error
         return [list(islice(places, len(one))) for one in puts]
+
+    def _timed(self, rows: Rows) -> list[Row]:
+        begun = perf_counter()
+        try:
+            return self._put(rows)
+        finally:
+            self._quick = perf_counter() - begun < _BRIEF_SECONDS
 
 
 # ---------------------------------------------------------------- units
@@ -111,6 +136,10 @@ class LocalWriter:
             places = self._writer.write(rows)
         return [Row(unit=self.unit, segment=s, offset=o, length=n) for s, o, n in places]
 
+    def brief(self, size: int) -> bool:
+        """Return whether a put of columns of `size` bytes is only a short write into the page cache of an open file."""
+        return size <= _BRIEF_BYTES and self._writer.appends(size)
+
     def close(self) -> None:
         with self._lock:
             self._writer.close()
@@ -121,7 +150,7 @@ class _Local:
 
     def __init__(self, info: UnitInfo, segment_bytes: int) -> None:
         self._writer = LocalWriter(Path(info.path), segment_bytes=segment_bytes, durability=info.durability)
-        self._puts = GroupedPuts(self._writer.put)
+        self._puts = GroupedPuts(self._writer.put, brief=self._writer.brief)
         self.put = self._puts.put_checked
 
     async def close(self) -> None:

@@ -6,21 +6,21 @@ import asyncio
 import json
 import logging
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 
-from rillflow.batching import Batcher
 from rillflow.contracts import Clock
 from rillflow.dataflow.ledger.ledger import Ledger
 from rillflow.dataflow.ledger.tables import NEWEST
-from rillflow.errors import RillflowError, StorageError
+from rillflow.errors import RillflowError, StorageError, Unavailable
 
 log = logging.getLogger(__name__)
 
 COPY_EVERY = 8192  # rows changed between two copies of the log: some 16 MiB of it
-_MOST_WAITING = 1 << 20  # callers of one sync: all of them
+
+Waiting = list[asyncio.Future[None]]
 
 
 class GroupCommit:
@@ -43,12 +43,15 @@ class GroupCommit:
         broken: Callable[[RillflowError], None] = lambda error: None,
     ) -> None:
         self._ledger = ledger
+        self._interval = interval
         self._after = after  # gets the number of the last event that is on the disk
         self._broken = broken
         self._error: RillflowError | None = None  # of a sync that has failed
         self._thread = ThreadPoolExecutor(1, "ledger-sync")
-        self._changes: Batcher[None, None] = Batcher(self._save, most=_MOST_WAITING, pause=interval)
-        self._syncing: asyncio.Future[None] | None = None
+        self._next: Waiting = []  # who waits for the next write
+        self._due = 0.0  # when that write may begin, on the loop's clock
+        self._now: Waiting | None = None  # who waits for the sync at work
+        self._begun = False  # a write is at work, or will begin
         self._copier = ThreadPoolExecutor(1, "ledger-checkpoint")
         self._copying: asyncio.Task[None] | None = None
         self._closed_until: asyncio.Future[None] | None = None  # the end of the last part of a copy
@@ -64,11 +67,21 @@ class GroupCommit:
     async def durable(self) -> None:
         """Return when every transition made so far is on disk; raise what the disk said when it is not."""
         if self._error is not None:
-            raise type(self._error)(self._error.message, self._error.hint)
+            raise _copy_of(self._error)
+        loop = asyncio.get_running_loop()
         if self._ledger.dirty:
-            await asyncio.shield(self._changes.submit(None))  # a caller that goes away takes no write with it
-        elif self._syncing is not None:
-            await asyncio.shield(self._syncing)
+            waiting = self._next
+            if not waiting:
+                self._due = loop.time() + self._interval
+            if not self._begun:
+                self._begin_later(loop)
+        elif self._now is not None:
+            waiting = self._now  # what the caller tells of may not be on the disk yet
+        else:
+            return
+        done = loop.create_future()
+        waiting.append(done)
+        await done
 
     async def close(self) -> None:
         """Wait until all changes so far are durable and acknowledged, or refused."""
@@ -78,30 +91,62 @@ class GroupCommit:
             with suppress(RillflowError):  # passed to the waiting callers
                 await self.durable()
         finally:
-            await self._changes.close(finish=True)
+            self._error = Unavailable("the ledger is closed", "start the service again")
             self._thread.shutdown()
             self._copier.shutdown()
 
-    async def _save(self, callers: Sequence[None]) -> Sequence[None]:
-        """Write the changes to the log and sync it. Those who change nothing meanwhile wait for the sync, too."""
-        last_event = self._write()
+    def _begin_later(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Begin the next write when it is due: in the next turn of the loop at the earliest, so that others join."""
+        self._begun = True
+        if self._due > loop.time():
+            loop.call_at(self._due, self._begin)
+        else:
+            loop.call_soon(self._begin)
+
+    def _begin(self) -> None:
+        """Write the changes to the log and let the thread sync it."""
+        if not self._next:  # they have been failed
+            self._begun = False
+            return
+        self._now, self._next = self._next, []
         loop = asyncio.get_running_loop()
-        self._syncing = loop.create_future()
         try:
-            await loop.run_in_executor(self._thread, self._ledger.sync)
-        except (Exception, asyncio.CancelledError) as error:
-            raise self._break(
-                StorageError(f"the ledger was not synced: {error}", "check the disk, then resume the run")
-            ) from error
+            last_event = self._write()
+        except RillflowError as error:
+            self._end(error)
+            return
+        self._thread.submit(self._sync, loop, last_event)
+
+    def _sync(self, loop: asyncio.AbstractEventLoop, last_event: int) -> None:
+        """Sync the log. Runs in the thread."""
+        failed: RillflowError | None = None
+        try:
+            self._ledger.sync()
+        except BaseException as error:
+            failed = StorageError(f"the ledger was not synced: {error}", "check the disk, then resume the run")
+        loop.call_soon_threadsafe(self._synced, last_event, failed)
+
+    def _synced(self, last_event: int, error: RillflowError | None) -> None:
+        if error is not None:  # acknowledge nothing any more
+            self._error = error
+            _settle(self._next, error)
+            self._end(error)
+            self._broken(error)
+            return
         try:
             self._after(last_event)
         except Exception:
-            log.exception("what follows a commit failed")  # the commit failed: its callers must be informed
-        _settle(self._syncing)
-        self._syncing = None
+            log.exception("what follows a commit failed")  # its callers must be answered
+        self._end()
         if self._copying is None and self._ledger.db.changes - self._copied >= COPY_EVERY:
-            self._copying = loop.create_task(self._copy(), name="ledger-checkpoint")
-        return [None] * len(callers)
+            self._copying = asyncio.get_running_loop().create_task(self._copy(), name="ledger-checkpoint")
+
+    def _end(self, error: RillflowError | None = None) -> None:
+        """Answer those who have waited for the write at work, and begin the next one if somebody waits for it."""
+        waiting, self._now, self._begun = self._now or [], None, False
+        _settle(waiting, error)
+        if self._next:
+            self._begin_later(asyncio.get_running_loop())
 
     def _write(self) -> int:
         """Write the changes to the log; returns the number of the last event."""
@@ -116,17 +161,10 @@ class GroupCommit:
             raise StorageError(why, "see the log") from error
         return last_event
 
-    def _break(self, error: RillflowError) -> RillflowError:
-        """Acknowledge nothing any more."""
-        self._error = error
-        self._changes.fail_waiting(error)
-        _settle(self._syncing, error)
-        self._broken(error)
-        return error
-
     def _abandoned(self, error: RillflowError) -> None:
         """Fail the callers that wait for the open transaction, which was rolled back."""
-        self._changes.fail_waiting(error)
+        waiting, self._next = self._next, []
+        _settle(waiting, error)
 
     async def _copy(self) -> None:
         """Copy the log into the database's file, so that it can be reset."""
@@ -142,18 +180,25 @@ class GroupCommit:
             log.warning("the ledger's log could not be copied, and grows: %s", error.message)
         finally:
             self._copied = self._ledger.db.changes
-            _settle(self._closed_until)
+            if self._closed_until is not None:
+                self._closed_until.set_result(None)
             self._closed_until = self._copying = None
 
 
-def _settle(waiting: asyncio.Future[None] | None, error: RillflowError | None = None) -> None:
-    if waiting is None or waiting.done():
-        return
-    if error is None:
-        waiting.set_result(None)
-    else:
-        waiting.set_exception(error)
-        waiting.exception()  # seen, also when all who waited have gone away
+def _settle(waiting: Waiting, error: RillflowError | None = None) -> None:
+    """Answer those who still wait, each with an error of their own: one that is raised twice would collect both
+    tracebacks."""
+    for one in waiting:
+        if one.done():
+            continue
+        if error is None:
+            one.set_result(None)
+        else:
+            one.set_exception(_copy_of(error))
+
+
+def _copy_of(error: RillflowError) -> RillflowError:
+    return type(error)(error.message, error.hint)
 
 
 class Watch:

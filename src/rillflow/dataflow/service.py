@@ -73,6 +73,7 @@ LONGEST_POLL = 60.0
 HOUSEKEEPING = 0.2
 NEWS_PAUSE = 0.002
 _MOST_COMPLETIONS = 256  # taken in one transition
+_TRANSITIONS = 64  # of completions that wait for the disk: those made during a sync are durable with the next
 _SHOWN = 300  # letters of what is wrong with a node's weights
 
 
@@ -105,7 +106,7 @@ class DataflowService(Service):
         self._waits: dict[int, Callable[[], str]] = {}
         self._troubles: dict[str, str] = {}  # what nodes say is wrong with their engines' weights
         self._completions: Batcher[list[CompleteTask], list[Ack | RillflowError]] = Batcher(
-            self._take, most_size=_MOST_COMPLETIONS
+            self._take, at_once=_TRANSITIONS, most_size=_MOST_COMPLETIONS
         )
         self._housekeeper: asyncio.Task[None] | None = None
         self._beside = ledger.run_hooks_beside(hook_timeout)
@@ -309,11 +310,12 @@ class DataflowService(Service):
             Taken(error=to_body(one)) if isinstance(one, RillflowError) else Taken(ack=one)
             for one in await self._completions.submit(news.tasks, len(news.tasks))
         ]
-        return await self._changed(TasksTaken(taken=taken))
+        return TasksTaken(taken=taken)
 
     async def _take(self, calls: list[list[CompleteTask]]) -> list[list[Ack | RillflowError]]:
         """Take the completions of several calls in one transition: one of many costs the ledger less than one alone."""
-        answers = iter(await self._do(lambda: self._ledger.complete_many([one for call in calls for one in call])))
+        news = [one for call in calls for one in call]
+        answers = iter(await self._carry_out(lambda: self._ledger.complete_many(news)))
         return [[next(answers) for _ in call] for call in calls]
 
     async def _fail(self, news: FailTask) -> Ack:

@@ -33,7 +33,6 @@ if TYPE_CHECKING:
 Arrays = dict[str, npt.NDArray[Any]]
 Index = dict[str, tuple[int, int]]  # length in bytes and checksum of each column
 Columns = dict[str, tuple[int, int, int]]  # start in the buffer, length and checksum of each column
-Wholes = dict[np.dtype[Any], npt.NDArray[Any]]  # arrays over all of one buffer, by dtype
 
 MAGIC = 0x334C4952  # "RIL3"
 _PREFIX = struct.Struct("<QQIIQQQ")
@@ -55,7 +54,7 @@ class Sealed(NamedTuple):
     """A record that only lacks its place: the header, and the columns' own buffers with their padding."""
 
     header: bytes
-    buffers: list[memoryview | bytes]
+    buffers: list[Buffer]
     body: int
 
     @property
@@ -82,14 +81,15 @@ def index_of(columns: Mapping[str, memoryview]) -> Index:
 def seal(columns: Mapping[str, Buffer]) -> Sealed:
     """Return the record of these columns; their buffers are referred to, never copied."""
     index: Index = {}
-    buffers: list[memoryview | bytes] = []
+    buffers: list[Buffer] = []
     body = 0
     for name, data in columns.items():
-        view = view_of(data)
-        size = view.nbytes
-        index[name] = (size, xxh3_64_intdigest(view))
+        # An array is used as it is: a view of it takes longer to make than the checksum of a short one.
+        buffer = data if isinstance(data, np.ndarray) else memoryview(data)
+        size = buffer.nbytes
+        index[name] = (size, xxh3_64_intdigest(buffer))  # type: ignore[arg-type]
         if size:
-            buffers.append(view)
+            buffers.append(buffer)
         if size & 7:
             buffers.append(_PADDING[size & 7])
         body += size + (-size & 7)
@@ -99,38 +99,39 @@ def seal(columns: Mapping[str, Buffer]) -> Sealed:
 # ------------------------------------------------------------ a record at a known place
 
 
-def read_record(
-    buffer: mmap.mmap | bytes, at: int, place: Place, columns: Dtypes, wholes: Wholes | None = None
-) -> Arrays:
-    """Return the asked-for columns of the record at `at`, as far as it has them, as views of `buffer`.
+class Views:
+    """A buffer of records with the columns that are asked for, each as an array over the whole buffer and the bytes of
+    an element: a slice of that array takes a third of the time of a new one."""
 
-    `at + place.length` must not pass the end of the buffer. Reads of one buffer share `wholes`, in which they find or
-    leave arrays over all of it. CorruptData when anything is not as it was written.
+    def __init__(self, buffer: mmap.mmap | bytes, columns: Dtypes) -> None:
+        self.buffer = buffer
+        self.columns: dict[str, tuple[npt.NDArray[Any], int]] = {
+            name: (np.ndarray((len(buffer) // dtype.itemsize,), dtype, buffer), dtype.itemsize)
+            for name, dtype in columns.items()
+        }
+
+
+def read_record(views: Views, at: int, place: Place) -> Arrays:
+    """Return the asked-for columns of the record at `at`, as far as it has them, as views of the buffer.
+
+    `at + place.length` must not pass the end of the buffer. CorruptData when anything is not as it was written.
     """
-    index = _read_header(buffer, at, place)
-    wholes = {} if wholes is None else wholes
+    index = _read_header(views.buffer, at, place)
     found: Arrays = {}
-    for name, dtype in columns.items():
-        if name in index:
-            start, size, checksum = index[name]
-            if size % dtype.itemsize:
-                raise CorruptData(f"column {name} of {place} has {size} bytes, not a whole number of elements")
-            array = _array(buffer, start, size, dtype, wholes)
-            if xxh3_64_intdigest(array) != checksum:  # type: ignore[arg-type]
-                raise CorruptData(f"column {name} of {place} does not match its checksum", "the unit lost data")
-            found[name] = array
+    for name, (whole, width) in views.columns.items():
+        if name not in index:
+            continue
+        start, size, checksum = index[name]
+        if size % width:
+            raise CorruptData(f"column {name} of {place} has {size} bytes, not a whole number of elements")
+        if start % width:  # only for an invalid place at which the buffer begins
+            array = np.ndarray((size // width,), whole.dtype, views.buffer, start)
+        else:
+            array = whole[start // width : (start + size) // width]
+        if xxh3_64_intdigest(array) != checksum:  # type: ignore[arg-type]
+            raise CorruptData(f"column {name} of {place} does not match its checksum", "the unit lost data")
+        found[name] = array
     return found
-
-
-def _array(buffer: mmap.mmap | bytes, start: int, size: int, dtype: np.dtype[Any], wholes: Wholes) -> npt.NDArray[Any]:
-    """Return a slice of an array over the whole buffer: it takes a third of the time of an array of its own."""
-    width = dtype.itemsize
-    if start % width:  # only for an invalid place at which the buffer begins
-        return np.ndarray((size // width,), dtype, buffer, start)
-    whole = wholes.get(dtype)
-    if whole is None:
-        whole = wholes[dtype] = np.ndarray((len(buffer) // width,), dtype, buffer)
-    return whole[start // width : (start + size) // width]
 
 
 def _read_header(buffer: mmap.mmap | bytes, at: int, place: Place) -> Columns:

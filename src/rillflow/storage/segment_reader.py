@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from weakref import WeakValueDictionary
 
 from rillflow.errors import CorruptData, StorageError
-from rillflow.storage.records import Arrays, Place, Wholes, read_record
+from rillflow.storage.records import Arrays, Place, Views, read_record
 from rillflow.storage.segments import segment_path
 
 if TYPE_CHECKING:
@@ -51,8 +51,8 @@ class SegmentReader:
             mapped, end = self._map(segment, max(place.offset + place.length for place in places))
         except CorruptData as error:
             return [error for _ in places]
-        end, wholes = min(end, len(mapped)), Wholes()
-        return [_try_record(mapped, end, place, columns, wholes) for place in places]
+        end, views = min(end, len(mapped)), Views(mapped, columns)
+        return [_try_record(views, end, place) for place in places]
 
     def _map(self, segment: int, needed: int) -> tuple[mmap.mmap, int]:
         """Return the file and its present end: bytes behind it must not be touched, however much is mapped."""
@@ -81,11 +81,11 @@ def _copied(one: Arrays | CorruptData) -> Arrays | CorruptData:
     return copies
 
 
-def _try_record(mapped: mmap.mmap, end: int, place: Place, columns: Dtypes, wholes: Wholes) -> Arrays | CorruptData:
+def _try_record(views: Views, end: int, place: Place) -> Arrays | CorruptData:
     if not 0 <= place.offset <= place.offset + place.length <= end:
         return CorruptData(f"segment {place.segment} ends before {place}", "the unit lost data")
     try:
-        return read_record(mapped, place.offset, place, columns, wholes)
+        return read_record(views, place.offset, place)
     except CorruptData as error:
         return error
 

@@ -24,8 +24,6 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-import numpy as np
-
 from rillflow.errors import CorruptData, DiskFull
 from rillflow.storage.files import disk_errors, fsync_folder, write_atomic
 from rillflow.storage.records import Place, Sealed, seal, view_of
@@ -136,7 +134,7 @@ class _SegmentFile:
         self._path = path
         self._synced = synced
         self._threads = threads
-        self._waiting: list[memoryview | bytes] = []
+        self._waiting: list[Buffer] = []
         self._handed = 0  # where the first of the waiting goes
         self._pushed = 0  # how far it was sent to the disk ahead of a sync
         self._writing: list[Future[None]] = []
@@ -186,7 +184,7 @@ class _SegmentFile:
         written.result()
         os.fdatasync(self._descriptor)
 
-    def _take(self) -> tuple[list[memoryview | bytes], int]:
+    def _take(self) -> tuple[list[Buffer], int]:
         taken, start = self._waiting, self._handed
         self._waiting, self._handed = [], self.end
         return taken, start
@@ -222,23 +220,23 @@ class _SegmentFile:
         os.close(self._descriptor)
 
 
-def _write_all(descriptor: int, buffers: Sequence[memoryview | bytes], offset: int) -> None:
+def _write_all(descriptor: int, buffers: Sequence[Buffer], offset: int) -> None:
     """Write the buffers one behind the other, without joining them."""
     for first in range(0, len(buffers), _IOV_MAX):
         left = buffers[first : first + _IOV_MAX]
         while left:
-            count = os.pwritev(descriptor, left, offset)
+            count = os.pwritev(descriptor, left, offset)  # type: ignore[arg-type]  # see `view_of`
             offset += count
             left = _behind(left, count)
 
 
-def _behind(buffers: Sequence[memoryview | bytes], count: int) -> Sequence[memoryview | bytes]:
+def _behind(buffers: Sequence[Buffer], count: int) -> Sequence[Buffer]:
     """Return what is left of the buffers when the system took only their first `count` bytes."""
     for n, buffer in enumerate(buffers):
-        size = memoryview(buffer).nbytes
-        if count < size:
-            return [view_of(np.frombuffer(buffer, np.uint8)[count:]), *buffers[n + 1 :]]
-        count -= size
+        view = view_of(buffer).cast("B")
+        if count < view.nbytes:
+            return [view[count:], *buffers[n + 1 :]]
+        count -= view.nbytes
     return []
 
 
@@ -277,6 +275,10 @@ class SegmentWriter:
         self._jobs: deque[Future[None]] = deque()
         with disk_errors(folder):
             folder.mkdir(parents=True, exist_ok=True)
+
+    def appends(self, size: int) -> bool:
+        """Return whether columns of `size` bytes would be written into the open file, and nothing synced for them."""
+        return not self._synced and self._file is not None and self._file.end + 2 * size < self._limit
 
     def write(self, rows: Sequence[Mapping[str, Buffer]]) -> list[Place]:
         """Write one record for each row; they are as durable as was asked for when this returns."""

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 
 import pytest
 
-from rillflow.clients.units import GroupedPuts
+from rillflow.clients.units import GroupedPuts, LocalWriter
 from rillflow.errors import DiskFull, StorageError, Unavailable
 from rillflow.types import Row
 
@@ -112,3 +113,41 @@ async def test_a_close_that_is_given_up_takes_no_put_with_it():
     go.set()
     assert len(await asyncio.wait_for(putting, 60)) == 1
     await puts.close()
+
+
+class Places:
+    """Says in which thread each put was made."""
+
+    def __init__(self):
+        self.beside = []
+        self.seconds = 0.0
+
+    def put(self, rows):
+        self.beside.append(threading.current_thread() is not threading.main_thread())
+        time.sleep(self.seconds)
+        return list(rows)
+
+
+async def test_a_brief_put_needs_no_thread_until_one_was_slow():
+    places = Places()
+    puts = GroupedPuts(places.put, brief=lambda size: size <= 100)
+    await puts.put_checked([{}], 100)
+    await puts.put_checked([{}], 101)
+    assert places.beside == [False, True]
+    places.seconds = 0.01
+    puts._quick = True  # whatever this machine did meanwhile
+    await puts.put_checked([{}], 1)
+    await puts.put_checked([{}], 1)
+    assert places.beside[2:] == [False, True]
+    await puts.close()
+
+
+async def test_only_an_unsynced_write_into_an_open_file_is_brief(tmp_path):
+    (tmp_path / "unit").write_text("u")
+    for durability, brief in (("process", True), ("machine", False)):
+        writer = LocalWriter(tmp_path, segment_bytes=1 << 16, durability=durability)
+        assert not writer.brief(1)
+        writer.put([{"mask": bytes(1 << 10)}])
+        assert writer.brief(1 << 10) is brief
+        assert not writer.brief(1 << 16)
+        writer.close()

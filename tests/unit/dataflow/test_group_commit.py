@@ -17,7 +17,7 @@ from rillflow.dataflow.group_commit import GroupCommit, Journal
 from rillflow.dataflow.hooks.running import Hooks
 from rillflow.dataflow.ledger.ledger import Ledger
 from rillflow.dataflow.service import DataflowService
-from rillflow.errors import RillflowError, StorageError
+from rillflow.errors import RillflowError, StorageError, Unavailable
 from rillflow.types import LeaseTasks, UnitBeat, UnitInfo
 from rillflow.wire import Client
 from rillflow.wire.blocking import News
@@ -133,6 +133,18 @@ async def test_what_is_changed_during_a_sync_is_one_write(ledger, monkeypatch):
     await disk.close()
 
 
+async def test_a_caller_that_goes_away_takes_no_write_with_it(ledger):
+    disk = GroupCommit(ledger, 0.0, lambda until: None)
+    ledger.db.count("anything")
+    gone = asyncio.create_task(disk.durable())
+    await asyncio.sleep(0)
+    gone.cancel()
+    await until(lambda: not ledger.dirty)
+    await disk.close()
+    with pytest.raises(Unavailable):
+        await disk.durable()
+
+
 async def test_a_sync_that_fails_is_the_end_of_all_acknowledgements(ledger, monkeypatch):
     slow = Disk(ledger, monkeypatch)
     slow.error = OSError("input/output error")
@@ -193,6 +205,23 @@ async def test_a_write_after_which_nothing_could_be_read_is_not_taken_for_synced
     await soon(disk.durable())
     assert syncs == [1]
     await disk.close()
+
+
+def test_only_the_last_change_of_a_transaction_is_taken_back(ledger):
+    def refuse():
+        with ledger.db.change():
+            ledger.db.count("refused")
+            raise ValueError("refused")
+
+    for first in (True, False):
+        with pytest.raises(ValueError, match="refused"):
+            refuse()
+        assert ledger.db.counter("refused") == 0
+        assert ledger.dirty is not first
+        with ledger.db.change():
+            ledger.db.count("kept")
+    ledger.commit()
+    assert ledger.db.counter("kept") == 2
 
 
 async def test_what_was_changed_when_the_service_stops_is_durable_and_told(tmp_path, caplog):

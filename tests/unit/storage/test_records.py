@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rillflow.errors import CorruptData
-from rillflow.storage.records import Place, read_record, seal
+from rillflow.storage.records import Place, Views, read_record, seal
 
 BYTES = np.dtype("|u1")
 tables = st.dictionaries(st.text(min_size=1, max_size=20), st.binary(max_size=100), max_size=8)
@@ -24,7 +24,8 @@ def written(columns, segment=3, offset=16):
 
 
 def read(data, place, names, at=0):
-    return {name: one.tobytes() for name, one in read_record(data, at, place, dict.fromkeys(names, BYTES)).items()}
+    views = Views(data, dict.fromkeys(names, BYTES))
+    return {name: one.tobytes() for name, one in read_record(views, at, place).items()}
 
 
 @given(tables, st.integers(0, 2**40), st.integers(0, 2**40), st.integers(0, 4))
@@ -82,7 +83,7 @@ def test_zeros_are_no_record():
 def test_columns_are_views_in_the_order_that_was_asked_for():
     values = np.arange(7, dtype="<f4")
     data, place = written({"x": values, "y": bytes(3), "z": b""})
-    found = read_record(data, 0, place, {"z": np.dtype("<i8"), "x": np.dtype("<f4")})
+    found = read_record(Views(data, {"z": np.dtype("<i8"), "x": np.dtype("<f4")}), 0, place)
     assert list(found) == ["z", "x"]
     assert found["z"].shape == (0,)
     np.testing.assert_array_equal(found["x"], values)
@@ -90,4 +91,4 @@ def test_columns_are_views_in_the_order_that_was_asked_for():
     assert not found["x"].flags.writeable
     assert found["x"].ctypes.data % 8 == 0
     with pytest.raises(CorruptData, match="whole number"):
-        read_record(data, 0, place, {"y": np.dtype("<f4")})
+        read_record(Views(data, {"y": np.dtype("<f4")}), 0, place)

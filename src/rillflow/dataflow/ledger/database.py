@@ -71,11 +71,14 @@ class Database:
         self.rollbacks = 0  # changes that were taken back: rows that are kept in memory may be wrong since
         self.writes = 0  # changes before the last write are never rolled back
         self._inside = False
+        self._alone = False  # the change at work is the only one of its transaction
         self._clean = 0
         self._totals: list[Totals] = []
         self._counters = self.totals("counters", 1)
         self._meta: dict[str, str | None] = {}  # as of `_meta_of` rollbacks
         self._meta_of = -1
+        self._last_event = 0  # as of `_event_of` rollbacks
+        self._event_of = -1
         self._log: int | None = None  # of the write-ahead log, to sync it by
         self._copier: sqlite3.Connection | None = None  # of checkpoints beside this connection
         try:
@@ -121,9 +124,9 @@ class Database:
             return
         self._inside = True
         try:
-            if not self._connection.in_transaction:
-                self.run("BEGIN IMMEDIATE")
-            self.run("SAVEPOINT change")
+            # The first change of a transaction needs no savepoint: to take it back is to take back the transaction.
+            self._alone = not self._connection.in_transaction
+            self.run("BEGIN IMMEDIATE" if self._alone else "SAVEPOINT change")
             try:
                 yield
                 self.write_totals()
@@ -140,7 +143,7 @@ class Database:
                 self._roll_back()
                 raise
             finally:
-                if self._connection.in_transaction:
+                if not self._alone and self._connection.in_transaction:
                     self.run("RELEASE change")
         except sqlite3.Error as error:
             raise self._abandon(error) from error
@@ -151,7 +154,9 @@ class Database:
 
     def _roll_back(self) -> None:
         self.rollbacks += 1
-        self.run("ROLLBACK TO change")
+        self.run("ROLLBACK" if self._alone else "ROLLBACK TO change")
+        if self._alone:
+            self._clean = self._connection.total_changes
 
     @property
     def dirty(self) -> bool:
@@ -316,6 +321,15 @@ class Database:
         """A line for `metrics.jsonl`, written with the change that it tells of."""
         # msgspec writes numbers that JSON does not know (a diverged loss) as null.
         self.run("INSERT INTO events (line) VALUES (?)", (msgspec.json.encode(line).decode(),))
+        self._event_of = -1
+
+    @property
+    def last_event(self) -> int:
+        """The number of the last such line."""
+        if self._event_of != self.rollbacks:
+            self._last_event = int(self.value("SELECT ifnull(max(seq), 0) FROM events"))
+            self._event_of = self.rollbacks
+        return self._last_event
 
 
 class Totals:

@@ -431,7 +431,7 @@ class Ledger(Parts):
 
     @property
     def last_event(self) -> int:
-        return int(self.db.value("SELECT ifnull(max(seq), 0) FROM events"))
+        return self.db.last_event
 
     def events_after(self, seq: int, until: int = NEWEST) -> list[tuple[int, dict[str, Any]]]:
         """The lines of `metrics.jsonl` after number `seq`."""

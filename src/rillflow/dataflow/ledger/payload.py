@@ -209,9 +209,8 @@ class Samples(Part):
         )
         for task, one in ends:
             if task.lane == "train":
-                for sample in one.news.samples:
-                    if sample.trained:
-                        self._playing.note_versions(task.grp, sample.policy, sample.oldest, sample.newest)
+                for versions in {(s.policy, s.oldest, s.newest) for s in one.news.samples if s.trained}:
+                    self._playing.note_versions(task.grp, *versions)
 
     def reward(self, group: str, place: int, reward: float) -> None:
         self._db.run("UPDATE samples SET reward = ? WHERE grp = ? AND place = ?", (reward, group, place))
