@@ -79,10 +79,19 @@ def exact_norms(model: PreTrainedModel) -> PreTrainedModel:
     for parent in list(model.modules()):
         for name, norm in list(parent.named_children()):
             if type(norm).__name__.endswith("RMSNorm"):
-                exact = torch.nn.RMSNorm(len(norm.weight), eps=norm.variance_epsilon, dtype=norm.weight.dtype)
-                exact.weight = norm.weight
-                setattr(parent, name, exact)
+                setattr(parent, name, _ExactNorm(norm))
     return model
+
+
+class _ExactNorm(torch.nn.Module):
+    def __init__(self, norm: torch.nn.Module) -> None:
+        super().__init__()
+        self.weight = norm.weight
+        self._eps = getattr(norm, "eps", None) or norm.variance_epsilon
+        self._more = 1.0 if type(norm).__name__.startswith("Gemma") else 0.0  # its weights are differences from 1
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.rms_norm(x, x.shape[-1:], self.weight + self._more, self._eps)
 
 
 def directions(rows: Rows, size: int, dtype: torch.dtype) -> torch.Tensor:
