@@ -56,8 +56,10 @@ def branching(seed: int, rows: int = 12, longest: int = 90, *, fanout: float = 0
     return rows_of([made[r] for r in order], masks)
 
 
-def grouped_model(seed: int = 0, dtype: torch.dtype = torch.float64, head_dim: int = 8) -> PreTrainedModel:
-    """Four heads of queries on two of keys, three layers."""
+def grouped_model(
+    seed: int = 0, dtype: torch.dtype = torch.float64, head_dim: int = 8, window: int | None = None
+) -> PreTrainedModel:
+    """Four heads of queries on two of keys, three layers, of which the last two have the window."""
     torch.manual_seed(seed)
     config = Qwen3Config(
         vocab_size=VOCAB,
@@ -69,6 +71,9 @@ def grouped_model(seed: int = 0, dtype: torch.dtype = torch.float64, head_dim: i
         head_dim=head_dim,
         max_position_embeddings=4096,
         initializer_range=0.4,
+        use_sliding_window=window is not None,
+        sliding_window=window,
+        max_window_layers=1,
     )
     model: PreTrainedModel = Qwen3ForCausalLM(config).eval().to(dtype)
     return exact_norms(model) if dtype is torch.float64 else model

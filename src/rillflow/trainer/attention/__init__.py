@@ -40,7 +40,7 @@ log = logging.getLogger(__name__)
 # The second is for models that the library computes without torch's attention, because that lacks something.
 NAME, NAME_EAGER = "rillflow", "rillflow_eager"
 _KINDS = {"full_attention", "sliding_attention"}
-# Of the options that a layer can name, those that we do not compute: a model that uses one would be trained wrongly.
+# Options of a layer that we do not compute. A model that uses one would be trained wrongly.
 _REFUSED = ("position_bias",)
 
 

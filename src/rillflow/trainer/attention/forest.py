@@ -110,8 +110,8 @@ _ROUND = 128
 
 
 class Joined(NamedTuple):
-    """A forest's passes, or its paths, as the operator takes them. Passes are told their window, 0 if there is none;
-    the tables of paths have it."""
+    """A forest's passes, or its paths, as the operator takes them. `window` is for passes, 0 without one; the tables of
+    paths contain it."""
 
     tables: list[torch.Tensor]
     most: list[int]

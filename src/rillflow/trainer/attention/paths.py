@@ -7,7 +7,7 @@ to the longest, and a mask hides the padding. Segments without ancestors need no
 
 With a window, a query sees as many tokens of its path, up to itself. A segment whose path is longer than the window is
 cut into blocks, and of the tokens before a block only those are copied that its first query sees. A mask hides the rest
-from the other queries. Paths that are not longer than the window are computed as if there were none.
+from the other queries. Paths that are not longer than the window are computed without it.
 
 Axes: B segments of a call, Q queries of a segment, A tokens of its ancestors, P packed tokens.
 """
@@ -39,7 +39,7 @@ _AT_ONCE = 1 << 13  # tokens of a call, unless one segment has more
 
 class _Block(NamedTuple):
     """The queries [start, end) of a segment, and the places of the tokens on their path before `start` that the first
-    of them sees. Unless `masked`, there are none, and every query sees those before it."""
+    of them sees. Blocks that are not `masked` begin their path, and each query sees all queries before it."""
 
     start: int
     end: int
