@@ -15,8 +15,8 @@ import torch
 
 from rillflow import kernels
 from rillflow.kernels import layers
-from rillflow.trainer.attention import check
-from rillflow.trainer.attention.forest import Joined
+from rillflow.trainer.attention import asked
+from rillflow.trainer.attention.forest import Packed
 from rillflow.trainer.attention.kernels import Heads
 
 if TYPE_CHECKING:
@@ -75,17 +75,17 @@ def _attended(
             attention_mask=attention_mask, packed=packed, **options,
         )  # fmt: skip
         return theirs
-    check(module, module.attention_dropout if module.training else 0.0, vars(module))
+    wanted = asked(module, module.attention_dropout if module.training else 0.0, vars(module))
     shape = (hidden_states.shape[1], -1, module.head_dim)
     query, key, value = (part(hidden_states).view(shape) for part in (module.q_proj, module.k_proj, module.v_proj))
     query = layers.rotate(query, _norm_of(module, "q_norm"), cos_1PD[0], sin_1PD[0])
     key = layers.rotate(key, _norm_of(module, "k_norm"), cos_1PD[0], sin_1PD[0])
-    found = packed(Heads(query, key, value), module.scaling)
-    return module.o_proj(found.view(1, len(found), -1)), None
+    found = packed(Heads(query, key, value), module.scaling, wanted)
+    return module.o_proj(found.reshape(1, len(found), -1)), None
 
 
 def _ours(module: Any, hidden: torch.Tensor, cos: torch.Tensor, packed: Any, options: dict[str, Any]) -> bool:
-    joined = isinstance(packed, Joined) and options.get("past_key_values") is None
+    joined = isinstance(packed, Packed) and options.get("past_key_values") is None
     plain = hidden.dtype == cos.dtype == torch.float32 and not torch.is_autocast_enabled("cpu")
     return joined and plain and len(hidden) == 1 and cos.shape[-1] == module.head_dim
 

@@ -12,6 +12,12 @@ from typing import Any
 import pytest
 import torch
 from transformers import (
+    Gemma2Config,
+    Gemma2ForCausalLM,
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
+    GptOssConfig,
+    GptOssForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     MistralConfig,
@@ -33,6 +39,7 @@ from rillflow.types import Chunk, GenerateRequest, Sampling
 
 VOCABULARY = 97
 
+_MIXED = ["sliding_attention", "full_attention"]
 _FAMILIES: dict[str, Callable[..., Any]] = {
     "qwen3": lambda **size: Qwen3ForCausalLM(Qwen3Config(head_dim=16, tie_word_embeddings=True, **size)),
     "qwen2": lambda **size: Qwen2ForCausalLM(Qwen2Config(**size)),
@@ -43,6 +50,26 @@ _FAMILIES: dict[str, Callable[..., Any]] = {
     "mistral window": lambda **size: MistralForCausalLM(MistralConfig(sliding_window=12, **size)),
     "mixtral window": lambda **size: MixtralForCausalLM(MixtralConfig(sliding_window=12, num_local_experts=4, **size)),
     "phi3 window": lambda **size: Phi3ForCausalLM(Phi3Config(sliding_window=12, pad_token_id=0, **size)),
+    # Layers with a window and others, capped scores, and attention sinks.
+    "qwen3 window": lambda **size: Qwen3ForCausalLM(
+        Qwen3Config(head_dim=16, use_sliding_window=True, sliding_window=12, layer_types=_MIXED, **size)
+    ),
+    "gemma2": lambda **size: Gemma2ForCausalLM(
+        Gemma2Config(head_dim=8, sliding_window=12, attn_logit_softcapping=2.0, **size)
+    ),
+    "gemma3": lambda **size: Gemma3ForCausalLM(
+        Gemma3TextConfig(head_dim=8, sliding_window=12, layer_types=_MIXED, **size)
+    ),
+    "gpt-oss": lambda **size: GptOssForCausalLM(
+        GptOssConfig(
+            head_dim=8,
+            sliding_window=12,
+            num_local_experts=4,
+            num_experts_per_tok=2,
+            rope_parameters={"rope_type": "default", "rope_theta": 10_000.0},
+            **size,
+        )
+    ),
     # Its rotary embedding is another one for sequences of more than 64 tokens.
     "phi3 long": lambda **size: Phi3ForCausalLM(
         Phi3Config(
@@ -82,7 +109,7 @@ def build(family: str = "qwen3", seed: int = 0) -> Any:
         initializer_range=0.2,
     ).eval()
     for name, parameter in model.named_parameters():
-        if name.endswith("bias") or "norm" in name:
+        if name.endswith(("bias", "sinks")) or "norm" in name:
             torch.nn.init.uniform_(parameter.data, 0.5, 1.5)
     return model
 

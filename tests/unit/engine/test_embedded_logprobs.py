@@ -32,7 +32,13 @@ async def test_ragged_batch_equals_plain_forward(kit: Any, family: str) -> None:
         assert answer.logprobs == answer.raw_logprobs
 
 
-@pytest.mark.parametrize("family", ["mistral window", "mixtral window", "phi3 window", "starcoder2 window"])
+@pytest.mark.parametrize(
+    "family",
+    [
+        "mistral window", "mixtral window", "phi3 window", "starcoder2 window", "qwen3 window", "gemma2", "gemma3",
+        "gpt-oss",
+    ],
+)  # fmt: skip
 async def test_a_sliding_window_is_that_of_the_plain_forward(kit: Any, family: str) -> None:
     """In prompts that are longer than it, in answers that grow longer, and behind prefixes that are reused."""
     model, reference = kit.pair(family)
@@ -54,8 +60,8 @@ def test_attention_that_we_do_not_compute_is_refused_at_the_start(kit: Any) -> N
     with pytest.raises(ConfigError, match="tiny: context 1048576 is longer"):  # not one to start again after
         build_engine(policy, exact=False)
     mixed = kit.build("qwen3")
-    mixed.config.layer_types = ["full_attention", "sliding_attention"]
-    with pytest.raises(EngineError, match="layers of kind sliding_attention"):
+    mixed.config.layer_types = ["full_attention", "chunked_attention"]
+    with pytest.raises(EngineError, match="layers of kind chunked_attention"):
         EmbeddedEngine(mixed, slots=2, context=64)
 
 

@@ -48,7 +48,9 @@ async def is_silent(kit: Any, engine: Any) -> asyncio.Task[Any]:
     return asked
 
 
-@pytest.mark.parametrize("family", ["qwen3", "qwen2", "llama", "mistral", "mistral window", "mixtral window"])
+@pytest.mark.parametrize(
+    "family", ["qwen3", "qwen2", "llama", "mistral", "mistral window", "mixtral window", "gemma2", "gpt-oss"]
+)
 @pytest.mark.parametrize("exact", [False, True])
 async def test_scores_are_those_of_a_plain_forward(kit: Any, family: str, exact: bool) -> None:
     model, other = kit.pair(family)

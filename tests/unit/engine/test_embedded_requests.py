@@ -186,8 +186,8 @@ def test_what_the_engine_cannot_run_is_refused(kit: Any) -> None:
     model, _ = kit.pair()
     with pytest.raises(EngineError, match="context 257"):
         EmbeddedEngine(model, context=257)
-    model.config.layer_types = ["sliding_attention", "full_attention"]
-    with pytest.raises(EngineError, match="sliding_attention"):
+    model.config.layer_types = ["linear_attention", "full_attention"]
+    with pytest.raises(EngineError, match="linear_attention"):
         EmbeddedEngine(model, context=64)
 
 

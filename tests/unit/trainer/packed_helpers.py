@@ -56,8 +56,10 @@ def branching(seed: int, rows: int = 12, longest: int = 90, *, fanout: float = 0
     return rows_of([made[r] for r in order], masks)
 
 
-def grouped_model(seed: int = 0, dtype: torch.dtype = torch.float64, head_dim: int = 8) -> PreTrainedModel:
-    """Four heads of queries on two of keys, three layers."""
+def grouped_model(
+    seed: int = 0, dtype: torch.dtype = torch.float64, head_dim: int = 8, window: int | None = None
+) -> PreTrainedModel:
+    """Four heads of queries on two of keys, three layers, of which the last two have the window."""
     torch.manual_seed(seed)
     config = Qwen3Config(
         vocab_size=VOCAB,
@@ -69,6 +71,9 @@ def grouped_model(seed: int = 0, dtype: torch.dtype = torch.float64, head_dim: i
         head_dim=head_dim,
         max_position_embeddings=4096,
         initializer_range=0.4,
+        use_sliding_window=window is not None,
+        sliding_window=window,
+        max_window_layers=1,
     )
     model: PreTrainedModel = Qwen3ForCausalLM(config).eval().to(dtype)
     return exact_norms(model) if dtype is torch.float64 else model
@@ -79,10 +84,19 @@ def exact_norms(model: PreTrainedModel) -> PreTrainedModel:
     for parent in list(model.modules()):
         for name, norm in list(parent.named_children()):
             if type(norm).__name__.endswith("RMSNorm"):
-                exact = torch.nn.RMSNorm(len(norm.weight), eps=norm.variance_epsilon, dtype=norm.weight.dtype)
-                exact.weight = norm.weight
-                setattr(parent, name, exact)
+                setattr(parent, name, _ExactNorm(norm))
     return model
+
+
+class _ExactNorm(torch.nn.Module):
+    def __init__(self, norm: torch.nn.Module) -> None:
+        super().__init__()
+        self.weight = norm.weight
+        self._eps = getattr(norm, "eps", None) or norm.variance_epsilon
+        self._more = 1.0 if type(norm).__name__.startswith("Gemma") else 0.0  # its weights are differences from 1
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.rms_norm(x, x.shape[-1:], self.weight + self._more, self._eps)
 
 
 def directions(rows: Rows, size: int, dtype: torch.dtype) -> torch.Tensor:

@@ -33,6 +33,9 @@ MODELS = {
     "llama": lambda: LlamaForCausalLM(LlamaConfig(**SMALL, **HEADS)),
     "qwen2": lambda: Qwen2ForCausalLM(Qwen2Config(**SMALL, **HEADS)),
     "qwen3": lambda: Qwen3ForCausalLM(Qwen3Config(**SMALL, **HEADS, head_dim=8)),
+    "qwen3 window": lambda: Qwen3ForCausalLM(
+        Qwen3Config(**SMALL, **HEADS, head_dim=8, use_sliding_window=True, sliding_window=9, max_window_layers=1)
+    ),
 }
 
 

@@ -196,11 +196,13 @@ class KVCache:
         base_N = slots_N * (self.heads * (self.context + 1)) + columns_N
         return self._tensor(np.add.outer(base_N, self._offset_2K).reshape(-1).astype(np.int64))
 
-    def mask(self, positions_RT: torch.Tensor, extent: int) -> torch.Tensor:
-        """Return an additive mask, computed once a step: SDPA would turn a bool mask into this in every layer."""
+    def mask(self, positions_RT: torch.Tensor, extent: int, window: int | None = None) -> torch.Tensor:
+        """Return an additive mask, computed once a step: SDPA would turn a bool mask into this in every layer. It is
+        that of all layers, or that of those with this window."""
+        window = window or self.window
         open_RTE = self._columns_C[:extent] <= positions_RT[:, :, None]
-        if self.window is not None:
-            open_RTE &= self._columns_C[:extent] > positions_RT[:, :, None] - self.window
+        if window is not None:
+            open_RTE &= self._columns_C[:extent] > positions_RT[:, :, None] - window
         return torch.where(open_RTE, self._zero, self._closed)
 
     def _tensor(self, values: Array) -> torch.Tensor:

@@ -2,7 +2,7 @@
 
 Two implementations of one function. `LeanForward` runs the Llama family (Llama, Qwen2, Qwen3) with few, large
 operators: a small model's time is dispatch, and the library's own forward spends three quarters of it there.
-`LibraryForward` calls any other transformers model with full attention, or with one sliding window, through a cache
+`LibraryForward` calls any other transformers model whose layers have full attention or a sliding window through a cache
 object, and refuses a model whose plain forward has other logits. Both agree with a plain forward of the model within
 float rounding.
 
@@ -35,6 +35,7 @@ from rillflow.weights.models import rotary_limit
 
 _LEAN = {"LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"}
 _STATIC_ROPE = {"default", "linear", "llama3", "yarn"}  # tables that do not depend on the length of a sequence
+_FULL, _SLIDING = "full_attention", "sliding_attention"
 _CHECKED = 16  # tokens that a model is tried with
 BLOCK = 16
 
@@ -54,14 +55,14 @@ def make_forward(model: Any, cache: KVCache, *, lean: bool = True) -> Forward:
     """Return the lean forward where it fits the model, else the library's. The lean one changes the layout of the
     weights: the model's own forward then runs other kernels, with other bits."""
     config = model.config
-    kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
-    if kinds != {"full_attention"}:
+    kinds = set(getattr(config, "layer_types", None) or [_FULL])
+    if unknown := sorted(kinds - {_FULL, _SLIDING}):
         raise EngineError(
-            f"the embedded engine cannot run layers of kind {', '.join(sorted(kinds - {'full_attention'}))}",
-            "use a model with full attention in every layer, or another engine",
+            f"the embedded engine cannot run layers of kind {', '.join(unknown)}",
+            "use a model whose layers have full attention or a sliding window, or another engine",
         )
     _check_rotary(config, cache.context)
-    if lean and cache.window is None and _is_lean(model):
+    if lean and cache.window is None and kinds == {_FULL} and _is_lean(model):
         return LeanForward(model, cache)
 
     forward = LibraryForward(model, cache)
@@ -284,6 +285,7 @@ class LibraryForward:
         self._model = model
         self._cache = cache
         self._slots = _SlotCache(cache)
+        self._slides = _SLIDING in (getattr(model.config, "layer_types", None) or ())
 
     def refresh(self) -> None:
         """Nothing is derived from the weights."""
@@ -305,7 +307,7 @@ class LibraryForward:
             for start, part in ((0, ids_T[:width]), (width, ids_T[width:])):
                 batch = self._cache.prefill_batch(slot_R, part[None], slot_R + start, slot_R + len(part))
                 ours_RV = self(batch)
-        except (RuntimeError, TypeError, ValueError, IndexError) as error:
+        except (RuntimeError, TypeError, ValueError, LookupError, AttributeError) as error:
             raise self._refused(f"{type(error).__name__}: {error}") from error
         self._cache.clear()
         apart = float((ours_RV[0] - plain_V).abs().max() / plain_V.abs().max().clamp(min=1e-6))
@@ -329,7 +331,7 @@ class LibraryForward:
         keep, at_R = torch.unique(ends_R, return_inverse=True)
         output = self._model(
             input_ids=batch.ids_RT,
-            attention_mask=mask_RTE[:, None],
+            attention_mask=self._masks(batch, mask_RTE),
             position_ids=batch.positions_RT,
             past_key_values=self._slots,
             use_cache=True,
@@ -337,6 +339,14 @@ class LibraryForward:
         )
         logits_RV: torch.Tensor = output.logits[torch.arange(len(at_R), device=at_R.device), at_R]
         return logits_RV
+
+    def _masks(self, batch: Batch, mask_RTE: torch.Tensor) -> torch.Tensor | dict[str, torch.Tensor]:
+        """Return the mask of all layers, or that of each kind of layer."""
+        if not self._slides:
+            return mask_RTE[:, None]
+        window = self._model.config.sliding_window
+        near_RTE = self._cache.mask(batch.positions_RT, batch.extent, window)
+        return {_FULL: mask_RTE[:, None], _SLIDING: near_RTE[:, None]}
 
 
 # ------------------------------------------------------------ exact mode

@@ -28,15 +28,33 @@ class Found(NamedTuple):
     lse: torch.Tensor
 
 
+class Options(NamedTuple):
+    """The attention that a layer asks for besides its scale.
+
+    A query sees the `window` latest tokens of its row up to itself; None: all of them. `softcap` bends scores s to
+    softcap · tanh(s / softcap). `sinks` [heads] are the scores of one more key that all queries see, whose value is
+    zero.
+    """
+
+    window: int | None = None
+    softcap: float | None = None
+    sinks: torch.Tensor | None = None
+
+
+PLAIN = Options()
+
+
 class Spans(NamedTuple):
     """Adjacent spans. Their edges (int32, one more than spans) are on the device that the kernel needs; `…_most` is at
-    least the length of the longest. In causal spans queries and keys are the same tokens."""
+    least the length of the longest. In causal spans queries and keys are the same tokens, and a query sees the `window`
+    latest of them, or all if that is 0."""
 
     query_edges: torch.Tensor
     key_edges: torch.Tensor
     query_most: int
     key_most: int
     causal: bool
+    window: int = 0
 
 
 class Kernel(Protocol):
@@ -123,7 +141,7 @@ class Flash:
     def forward(self, heads: Heads, spans: Spans, scale: float) -> Found:
         edges = (spans.query_edges, spans.key_edges, spans.query_most, spans.key_most)
         out, lse_HQ, *_ = torch.ops.aten._flash_attention_forward(
-            *heads, *edges, 0.0, spans.causal, return_debug_mask=False, scale=scale
+            *heads, *edges, 0.0, spans.causal, return_debug_mask=False, scale=scale, **_sides(spans)
         )
         return Found(out, lse_HQ.t().contiguous())
 
@@ -133,13 +151,19 @@ class Flash:
         # Only dropout, which is off, reads the random state.
         state = torch.zeros(2, dtype=torch.uint64, device=grad.device)
         grads = torch.ops.aten._flash_attention_backward(
-            grad, *heads, *found, *edges, 0.0, spans.causal, state, state, scale=scale
+            grad, *heads, *found, *edges, 0.0, spans.causal, state, state, scale=scale, **_sides(spans)
         )
         return Heads(*grads)
 
 
+def _sides(spans: Spans) -> dict[str, int]:
+    """Return how many tokens before and after itself a query sees, if its spans have a window."""
+    return {"window_size_left": spans.window - 1, "window_size_right": 0} if spans.window else {}
+
+
 class Cudnn(Flash):
-    """cuDNN's attention for a pass of one span, as a pack of one long row has; flash attention for all others."""
+    """cuDNN's attention for a pass of one span without a window, as a pack of one long row has; flash attention for all
+    others."""
 
     def forward(self, heads: Heads, spans: Spans, scale: float) -> Found:
         if not _one(spans):
@@ -162,7 +186,7 @@ class Cudnn(Flash):
 
 
 def _one(spans: Spans) -> bool:
-    return len(spans.query_edges) == 2
+    return len(spans.query_edges) == 2 and not spans.window
 
 
 def _in_front(packed: torch.Tensor) -> torch.Tensor:

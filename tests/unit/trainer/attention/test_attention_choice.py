@@ -8,13 +8,23 @@ from packed_helpers import CPU, branching, grouped_model
 from transformers import (
     Gemma2Config,
     Gemma2ForCausalLM,
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
+    GptOssConfig,
+    GptOssForCausalLM,
+    Llama4ForCausalLM,
+    Llama4TextConfig,
     MistralConfig,
     MistralForCausalLM,
+    PhimoeConfig,
+    PhimoeForCausalLM,
     PreTrainedModel,
+    Qwen3NextConfig,
+    Qwen3NextForCausalLM,
 )
 
 from rillflow.errors import ConfigError
-from rillflow.trainer.attention import choose, hidden_states
+from rillflow.trainer.attention import asked, choose, hidden_states
 from rillflow.trainer.batches import Databuffer
 from rillflow.trainer.packing import micro_batches
 
@@ -32,6 +42,16 @@ def sliding(window: int | None) -> PreTrainedModel:
     return MistralForCausalLM(config).eval()
 
 
+def sinking() -> PreTrainedModel:
+    config = GptOssConfig(**SMALL, num_attention_heads=2, num_key_value_heads=1, head_dim=8, num_local_experts=2)
+    return GptOssForCausalLM(config).eval()
+
+
+def two_ways() -> PreTrainedModel:
+    config = Gemma3TextConfig(**SMALL, num_attention_heads=2, num_key_value_heads=1, use_bidirectional_attention=True)
+    return Gemma3ForCausalLM(config).eval()
+
+
 def test_auto_packs_wherever_it_can() -> None:
     model = grouped_model(dtype=torch.float32)
     assert choose(model, "auto", CPU) == "sdpa"
@@ -39,8 +59,29 @@ def test_auto_packs_wherever_it_can() -> None:
     assert choose(model, "auto", GPU, dtype=torch.bfloat16) == "varlen"
     assert choose(model, "auto", GPU) == "sdpa"  # flash attention has no fp32
     assert choose(sliding(None), "auto", CPU) == "sdpa"
-    assert choose(capped(), "auto", CPU) == "padded"
-    assert choose(sliding(8), "auto", CPU) == "padded"
+    assert choose(capped(), "auto", CPU) == "sdpa"
+    assert choose(sliding(8), "auto", CPU, trees=True) == "sdpa"
+
+
+def test_auto_takes_flex_where_flash_attention_lacks_something(caplog: pytest.LogCaptureFixture) -> None:
+    """And says why."""
+    caplog.set_level("INFO", "rillflow.trainer.attention")
+    half = torch.bfloat16
+    assert choose(sliding(8), "auto", GPU, dtype=half) == "varlen"
+    assert choose(sinking(), "auto", GPU, dtype=half) == "varlen"
+    assert not caplog.messages
+    for model, trees, dtype, reason in (
+        (sliding(8), True, half, "window, which flash attention does not have in trees"),
+        (sinking(), True, half, "window, which flash attention does not have in trees"),
+        (capped(), False, half, "caps its attention scores"),
+        (sliding(8), False, torch.float32, "bf16"),
+    ):
+        assert choose(model, "auto", GPU, dtype=dtype, trees=trees) == "flex"
+        assert "flex" in caplog.messages[-1]
+        assert reason in caplog.messages[-1]
+    assert choose(sliding(None), "auto", GPU) == "sdpa"
+    assert choose(two_ways(), "auto", CPU) == "padded"
+    assert "both directions" in caplog.messages[-1]
 
 
 @pytest.mark.parametrize("wanted", ["padded", "sdpa"])
@@ -59,16 +100,32 @@ def test_varlen_is_refused_in_fp32() -> None:
         choose(grouped_model(), "varlen", GPU, dtype=torch.float32)
 
 
+@pytest.mark.parametrize("wanted", ["varlen", "cudnn"])
+def test_flash_attention_refuses_what_it_lacks(wanted: str) -> None:
+    assert choose(sliding(8), wanted, GPU, dtype=torch.bfloat16) == wanted
+    with pytest.raises(ConfigError, match="in trees"):
+        choose(sliding(8), wanted, GPU, dtype=torch.bfloat16, trees=True)
+    with pytest.raises(ConfigError, match="caps its attention scores"):
+        choose(capped(), wanted, GPU, dtype=torch.bfloat16)
+
+
 def test_models_that_cannot_be_packed_are_refused_by_name() -> None:
-    with pytest.raises(ConfigError, match=r"Gemma2Model.*sliding_attention"):
-        choose(capped(), "sdpa", CPU)
-    with pytest.raises(ConfigError, match=r"MistralModel.*sliding"):
-        choose(sliding(8), "sdpa", CPU)
+    hybrid = Qwen3NextConfig(**SMALL, num_attention_heads=2, num_key_value_heads=1, head_dim=8, num_experts=2)
+    unnamed = PhimoeConfig(**SMALL, num_attention_heads=2, num_key_value_heads=1, num_local_experts=2, sliding_window=8)
+    chunked = Llama4TextConfig(**SMALL, num_attention_heads=2, num_key_value_heads=1, head_dim=8, num_local_experts=2)
+    for model, reason in (
+        (Qwen3NextForCausalLM(hybrid), r"Qwen3NextModel"),
+        (PhimoeForCausalLM(unnamed), r"PhimoeModel has a sliding window that its layers do not name"),
+        (Llama4ForCausalLM(chunked), r"has layers of chunked_attention"),
+        (two_ways(), r"Gemma3TextModel attends in both directions"),
+    ):
+        with pytest.raises(ConfigError, match=reason):
+            choose(model, "sdpa", CPU)
 
 
 def test_trees_need_a_backend_that_reads_them() -> None:
     assert choose(grouped_model(), "auto", CPU, trees=True) == "sdpa"
-    for model, wanted in ((grouped_model(), "padded"), (capped(), "auto")):
+    for model, wanted in ((grouped_model(), "padded"), (two_ways(), "auto")):
         with pytest.raises(ConfigError, match="trees") as refused:
             choose(model, wanted, CPU, trees=True)
         assert "trainer.trees: false" in refused.value.hint
@@ -78,5 +135,5 @@ def test_padded_refuses_trees_and_layers_refuse_what_they_cannot_compute() -> No
     (make,) = micro_batches(Databuffer(branching(0)), [], 10_000, device=CPU, trees=True)
     with pytest.raises(ConfigError, match="trees"):
         hidden_states(grouped_model(), make().layout, "padded")
-    with pytest.raises(ConfigError, match="sliding_window"):
-        hidden_states(sliding(8), make().layout, "sdpa")
+    with pytest.raises(ConfigError, match="position_bias"):
+        asked(torch.nn.Linear(1, 1), 0.0, {"position_bias": torch.zeros(1)})

@@ -112,8 +112,9 @@ def test_recomputing_layers_changes_nothing() -> None:
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")  # torch's own, while it traces
 @pytest.mark.slow
-def test_layers_compile_without_a_break() -> None:
-    model = grouped_model()
+@pytest.mark.parametrize("window", [None, 9])
+def test_layers_compile_without_a_break(window: int | None) -> None:
+    model = grouped_model(window=window)
     compiled = copy.deepcopy(model)
     for layer in decoder(compiled).layers:
         layer.compile(backend="aot_eager", fullgraph=True)
