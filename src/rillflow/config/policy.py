@@ -62,6 +62,11 @@ class ServerConfig(Section):
         description="whether its workers decode deltas, on the device that holds the weights, or the node does, on its "
         "host; default: the workers, if the weights are on a GPU",
     )
+    adapters: Literal["auto", "native", "merged"] = Field(
+        "auto",
+        description="versions of a policy with trainer.lora: native gives vLLM the adapter alone, which it adds to the "
+        "base; merged writes whole weights; auto: native where vLLM can, else merged",
+    )
     start_timeout: Seconds = Field(600.0, description="it must answer so long after it was started")
 
 
@@ -87,6 +92,8 @@ class EngineConfig(Section):
             raise ValueError("engine.server is for engine.kind vllm or sglang")
         if self.kind == "sglang" and self.server.seeded:
             raise ValueError("engine.server.seeded is for engine.kind vllm")
+        if self.kind == "sglang" and self.server.adapters == "native":
+            raise ValueError("engine.server.adapters native is for engine.kind vllm: SGLang gets merged weights")
         return self
 
 
@@ -187,6 +194,12 @@ class PolicyConfig(Section):
         if names is not None and len(set(names)) < len(names):
             raise ValueError("it names one twice")
         return names
+
+    @model_validator(mode="after")
+    def _adapters_of_lora(self) -> PolicyConfig:
+        if self.trainer.lora is None and self.engine.server.adapters != "auto":
+            raise ValueError(f"engine.server.adapters {self.engine.server.adapters} is for policies with trainer.lora")
+        return self
 
     @property
     def writes_deltas(self) -> bool:

@@ -23,16 +23,16 @@ if TYPE_CHECKING:
     from rillflow.contracts import Tensors
 
 
-def build_engine(policy: PolicyConfig, *, exact: bool, logs: Path | None = None) -> Engine:
+def build_engine(policy: PolicyConfig, *, exact: bool, logs: Path | None = None, adapters: bool = True) -> Engine:
     """Return the engine of a policy. Its initial weights are version 0, the same that the trainer publishes first. A
-    server writes its log into the folder `logs`."""
+    server writes its log into the folder `logs`. Without `adapters` it will get whole weights only."""
     if policy.trainer.replay_routing and exact:
         raise ConfigError(
             "trainer.replay_routing does nothing under runtime.deterministic: engine and trainer compute the same bits",
             "remove one of them",
         )
     if policy.engine.kind != "embedded":
-        return _server_engine(policy, exact=exact, logs=logs)
+        return _server_engine(policy, exact=exact, logs=logs, adapters=adapters)
     model = load_policy_model(policy.model, policy.engine.dtype, pick_device(policy.engine.device))
     try:
         return EmbeddedEngine(
@@ -50,7 +50,8 @@ def build_engine(policy: PolicyConfig, *, exact: bool, logs: Path | None = None)
         raise ConfigError(f"{policy.model}: {error.message}", error.hint) from error
 
 
-def _server_engine(policy: PolicyConfig, *, exact: bool, logs: Path | None) -> Engine:
+def _server_engine(policy: PolicyConfig, *, exact: bool, logs: Path | None, adapters: bool) -> Engine:
+    from rillflow.engine.servers.adapters import plan_adapters
     from rillflow.engine.servers.weights import model_facts
 
     settings = policy.engine
@@ -83,7 +84,8 @@ def _server_engine(policy: PolicyConfig, *, exact: bool, logs: Path | None) -> E
     if settings.kind == "vllm":
         from rillflow.engine.servers.vllm import VllmEngine
 
-        return VllmEngine(facts, settings, logs=logs, record=record)
+        plan = plan_adapters(policy, facts) if adapters else None
+        return VllmEngine(facts, settings, logs=logs, record=record, adapters=plan)
     from rillflow.engine.servers.sglang import SglangEngine
 
     return SglangEngine(facts, settings, logs=logs)

@@ -240,7 +240,11 @@ def node_engines(
         return NodeEngines(recipe, name=name, token=token, roster=roster, clock=clock)
     exact = recipe.runtime.deterministic
     logs = weights.parent / "logs"
-    engines = {policy: build_engine(settings, exact=exact, logs=logs) for policy, settings in recipe.policies.items()}
+    # A store in this process's memory has merged weights.
+    engines = {
+        policy: build_engine(settings, exact=exact, logs=logs, adapters=policy not in (stores or {}))
+        for policy, settings in recipe.policies.items()
+    }
     refreshers = {
         policy: Refresher(policy, engine, StoreSupply(stores[policy]), doubts=recipe.policies[policy].proves)
         if stores and policy in stores
