@@ -245,6 +245,7 @@ class Puller:
         head, began = manifest.version, time.perf_counter()
         found = await self._files(head, "full")
         fetch = time.perf_counter() - began
+        await self._refuse_orphaned(head)
         adapter = await in_thread(lambda: _adapter_of(found))
         await self._forget()
         size = sum(facts.size for facts in manifest.full_files.values())
@@ -265,9 +266,12 @@ class Puller:
             steps.insert(0, _Step(way.snapshot, "full"))
         found = await self._fetch(steps)
         seconds = time.perf_counter() - began
+        await self._refuse_orphaned(head)
+        return _Ready({one.manifest.version: one for one in found}, seconds)
+
+    async def _refuse_orphaned(self, head: int) -> None:
         if head in (await self._source.line()).orphaned:
             raise _RouteFailed(WeightsError(f"version {head} was orphaned while it was fetched"))
-        return _Ready({one.manifest.version: one for one in found}, seconds)
 
     def _usable(self, entries: Mapping[int, Entry]) -> dict[int, Entry]:
         """Return the line's entries without the files that are avoided now."""

@@ -225,6 +225,8 @@ class Refresher:
         assert base is not None
         try:
             await engine.apply_adapter(adapter, base, pulled.version, pulled.probe)
+        except EngineLost:
+            raise  # it will hold the base again, which merged weights would replace
         except (WeightsError, EngineError) as error:
             log.warning(
                 "policy %s: merging the adapter of version %d on the node's host: %s",
