@@ -62,10 +62,11 @@ class ServerConfig(Section):
         description="whether its workers decode deltas, on the device that holds the weights, or the node does, on its "
         "host; default: the workers, if the weights are on a GPU",
     )
-    adapters: Literal["auto", "native", "merged"] = Field(
+    adapters: Literal["auto", "native", "merged", "shared"] = Field(
         "auto",
         description="versions of a policy with trainer.lora: native gives vLLM the adapter alone, which it adds to the "
-        "base; merged writes whole weights; auto: native where vLLM can, else merged",
+        "base; merged writes whole weights; auto: native where vLLM can, else merged; shared: native, in one server "
+        "with all policies of this model and device that say shared",
     )
     start_timeout: Seconds = Field(600.0, description="it must answer so long after it was started")
 
@@ -92,8 +93,11 @@ class EngineConfig(Section):
             raise ValueError("engine.server is for engine.kind vllm or sglang")
         if self.kind == "sglang" and self.server.seeded:
             raise ValueError("engine.server.seeded is for engine.kind vllm")
-        if self.kind == "sglang" and self.server.adapters == "native":
-            raise ValueError("engine.server.adapters native is for engine.kind vllm: SGLang gets merged weights")
+        adapters = self.server.adapters
+        if self.kind == "sglang" and adapters in ("native", "shared"):
+            raise ValueError(f"engine.server.adapters {adapters} is for engine.kind vllm: SGLang gets merged weights")
+        if adapters == "shared" and self.server.url is not None:
+            raise ValueError("engine.server.adapters shared is for servers that are started here: remove url")
         return self
 
 

@@ -150,6 +150,10 @@ class TakesAdapters(Protocol):
     def adapters_refused(self) -> str:
         """Return the reason why it takes none, or an empty string."""
 
+    @property
+    def adapters_only(self) -> bool:
+        """True if it takes no whole weights but those of the base, which other engines use too."""
+
     async def apply_adapter(self, adapter: Any, base: int, version: int, probe: Probe | None = None) -> None:
         """As `Engine.load`, of an adapter (`weights.codec.Adapter`) of version `base`. WeightsError, changing nothing,
         when it does not hold `base`, or cannot have the adapter."""

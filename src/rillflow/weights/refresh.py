@@ -225,9 +225,10 @@ class Refresher:
         assert base is not None
         try:
             await engine.apply_adapter(adapter, base, pulled.version, pulled.probe)
-        except EngineLost:
-            raise  # it will hold the base again, which merged weights would replace
         except (WeightsError, EngineError) as error:
+            # A server that was lost will hold the base again, which merged weights would replace.
+            if isinstance(error, EngineLost) or engine.adapters_only:
+                raise
             log.warning(
                 "policy %s: merging the adapter of version %d on the node's host: %s",
                 self._policy,

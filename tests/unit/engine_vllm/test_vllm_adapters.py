@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import logging
 from dataclasses import replace
@@ -16,14 +17,16 @@ from pydantic import ValidationError
 from rillflow.config import LoraConfig, PolicyConfig, TrainerConfig
 from rillflow.config.policy import EngineConfig, ServerConfig
 from rillflow.contracts import UNKNOWN, Patch, TakesAdapters
-from rillflow.engine.build import build_engine
+from rillflow.engine.build import build_engine, build_engines
 from rillflow.engine.servers import adapters, vllm_server
 from rillflow.engine.servers.adapters import AdapterPlan, plan_adapters
+from rillflow.engine.servers.adding import SharedServer
 from rillflow.engine.servers.vllm import VllmEngine
 from rillflow.engine.servers.weights import ModelFacts, model_facts
 from rillflow.errors import ConfigError, EngineError, EngineLost, WeightsError
 from rillflow.types import Probe
 from rillflow.weights.codec import LORA_A, LORA_B, Adapter
+from rillflow.weights.fingerprint import fingerprint
 from rillflow.weights.probe import ProbeMismatch
 
 LEAVES = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
@@ -40,17 +43,17 @@ def policy(how: Any = "auto", *, dtype: Any = "fp32", kind: Any = "vllm", **lora
 def test_a_server_is_started_with_adapters_on_the_layers_that_have_one() -> None:
     settings = policy(rank=20)
     engine: Any = build_engine(settings, exact=False)
-    command = vllm_server.command(engine.model, settings.engine, 1, adapters=engine._plan)
+    command = vllm_server.command(engine.model, settings.engine, 1, adapters=engine.plan)
     pairs = dict(itertools.pairwise(command))
     assert "--enable-lora" in command
-    assert (pairs["--max-lora-rank"], pairs["--max-loras"], pairs["--max-cpu-loras"]) == ("32", "2", "2")
+    assert (pairs["--max-lora-rank"], pairs["--max-loras"], pairs["--max-cpu-loras"]) == ("32", "3", "3")
     at = command.index("--lora-target-modules")
     assert command[at + 1 : at + 8] == LEAVES
     assert isinstance(engine, TakesAdapters)
     assert (engine.base, engine.adapters_refused) == (0, "")
     some = plan_adapters(policy(targets=["q_proj", "mlp.up_proj"]), engine.model)
     assert some is not None
-    assert some.arguments[-2:] == ["q_proj", "up_proj"]
+    assert some.arguments(cpu=True)[-2:] == ["q_proj", "up_proj"]
     assert len(some.layers) == 4, "of two layers"
 
 
@@ -58,9 +61,9 @@ def test_a_server_without_adapters_is_started_as_before() -> None:
     plain = PolicyConfig(model="tiny", engine=EngineConfig(kind="vllm", device="cpu"))
     for settings, more in ((plain, {}), (policy("merged"), {}), (policy(), {"adapters": False})):
         engine: Any = build_engine(settings, exact=False, **more)
-        assert engine._plan is None
+        assert engine.plan is None
         assert engine.adapters_refused
-        assert "--enable-lora" not in vllm_server.command(engine.model, settings.engine, 1, adapters=engine._plan)
+        assert "--enable-lora" not in vllm_server.command(engine.model, settings.engine, 1, adapters=engine.plan)
 
 
 @pytest.mark.parametrize(
@@ -125,7 +128,7 @@ class Fake(VllmEngine):
         self.trouble: EngineError | None = None
 
     async def bring_up(self) -> None:
-        self._base, self._adapter, self._retired = 0, 0, []
+        self.begin_with_base()
 
     async def lost(self) -> str:
         raise AssertionError
@@ -170,7 +173,7 @@ PROBE = Probe(prompts=[[1, 2, 3]], logprobs=[[-1.0, -1.0]], tolerance=0.01)
 async def test_an_adapter_is_proven_under_its_own_number(engine: Fake) -> None:
     for version in (1, 2, 3):
         await engine.apply_adapter(ADAPTER, 0, version, PROBE)
-        assert (engine.version, engine.base, engine.resident) == (version, 0, {engine._adapter})
+        assert (engine.version, engine.base, engine.resident) == (version, 0, {engine.adapter})
     added = [call[1] for call in engine.called if call[0] == "add_adapter"]
     assert len(set(added)) == 3
     scored = [call for call in engine.called if call[0] == "score"]
@@ -189,14 +192,14 @@ async def test_an_adapter_of_another_base_changes_nothing(engine: Fake) -> None:
 @pytest.mark.parametrize("how", ["wrong", "refused"])
 async def test_an_adapter_that_vllm_does_not_hold_changes_nothing(engine: Fake, how: str) -> None:
     await engine.apply_adapter(ADAPTER, 0, 1, PROBE)
-    serving = engine._adapter
+    serving = engine.adapter
     if how == "wrong":
         engine.wrong = ["q"]
     else:
         engine.trouble = EngineError("vLLM: ValueError: rank")
     with pytest.raises(WeightsError, match=r"does not (hold|take) the adapter"):
         await engine.apply_adapter(ADAPTER, 0, 2, PROBE)
-    assert (engine.version, engine._adapter, engine.resident) == (1, serving, {serving})
+    assert (engine.version, engine.adapter, engine.resident) == (1, serving, {serving})
     assert engine.proven
 
 
@@ -207,7 +210,7 @@ async def test_an_adapter_that_fails_its_probe_serves_nothing_and_merged_weights
     assert (engine.version, engine.proven, engine.base) == (UNKNOWN, False, 0)
     engine.score = -1.0
     await engine.load({"q.weight": torch.ones(4, 6)}, 1, PROBE)
-    assert (engine.version, engine.base, engine._adapter, engine.resident) == (1, 1, 0, set())
+    assert (engine.version, engine.base, engine.adapter, engine.resident) == (1, 1, 0, set())
     assert engine.called[-2][:1] == ("score",)
     assert engine.called[-2][3] == 0
     with pytest.raises(WeightsError, match="the server holds 1"):
@@ -218,7 +221,7 @@ async def test_an_adapter_that_fails_its_probe_serves_nothing_and_merged_weights
 
 async def test_differences_do_not_go_with_an_adapter(engine: Fake) -> None:
     await engine.apply_adapter(ADAPTER, 0, 1, PROBE)
-    with pytest.raises(WeightsError, match="serves an adapter"):
+    with pytest.raises(WeightsError, match="do not belong to an adapter"):
         await engine.patch(Patch(1, {}, {}), 2)
     assert engine.version == 1
 
@@ -227,6 +230,131 @@ async def test_a_server_that_is_lost_says_so(engine: Fake) -> None:
     engine.trouble = EngineLost("gone")
     with pytest.raises(EngineLost):
         await engine.apply_adapter(ADAPTER, 0, 1, PROBE)
+
+
+# ---------------------------------------------------------------- a server of several policies
+
+
+def shared_policies(count: int = 2, **other: Any) -> dict[str, PolicyConfig]:
+    made = {f"p{number}": policy("shared", rank=4 * (number + 1)) for number in range(count)}
+    if other:
+        last = made[f"p{count - 1}"]
+        made[f"p{count - 1}"] = last.model_copy(update={"engine": last.engine.model_copy(update=other)})
+    return made
+
+
+def test_policies_that_share_a_server_have_one_plan() -> None:
+    policies = {**shared_policies(), "alone": policy("native")}
+    engines: Any = build_engines(policies, exact=False)
+    assert list(engines) == list(policies)
+    first, second, alone = engines.values()
+    assert first.shared is second.shared is not None
+    assert first.plan is second.plan
+    assert (first.plan.rank, first.plan.policies, first.plan.asked) == (8, 2, "shared")
+    assert len({next(first._numbers), next(second._numbers), next(first._numbers)}) == 3
+    assert (alone.shared, alone.plan.policies, alone.adapters_only) == (None, 1, False)
+    assert first.adapters_only
+    command = vllm_server.command(first.model, policies["p0"].engine, 1, adapters=first.plan)
+    pairs = dict(itertools.pairwise(command))
+    assert (pairs["--max-loras"], pairs["--max-num-seqs"]) == ("5", "128"), "on a CPU one slot stays empty"
+
+
+def test_policies_that_cannot_share_a_server_are_refused() -> None:
+    with pytest.raises(ConfigError, match="p0 and p1 share a server, but not all settings"):
+        build_engines(shared_policies(slots=3), exact=False)
+    apart: Any = build_engines(shared_policies(device="auto"), exact=False)
+    assert apart["p0"].shared is not apart["p1"].shared
+    for how in ("shared", "native"):
+        with pytest.raises(ConfigError, match=f"{how} does not work for policy p: its trainer gives"):
+            build_engines({"p": policy(how)}, exact=False, whole=["p"])
+    merged: Any = build_engines({"p": policy()}, exact=False, whole=["p"])["p"]
+    assert merged.plan is None
+    with pytest.raises(ValidationError, match="remove url"):
+        EngineConfig(kind="vllm", server=ServerConfig(adapters="shared", url="http://127.0.0.1:1"))
+
+
+class Process:
+    def __init__(self) -> None:
+        self.running = True
+
+    async def stop(self) -> None:
+        self.running = False
+
+
+class Sharing(Fake):
+    """An engine whose server starts at once, or does not."""
+
+    fails = False
+
+    async def start_server(self) -> tuple[str, str]:
+        process: Any = Process()
+        self.process = process
+        if self.fails:
+            raise EngineLost("it ended before it served")
+        return f"url of {id(process)}", "token"
+
+
+def sharing(count: int = 2) -> tuple[SharedServer, list[Sharing]]:
+    server, engines = SharedServer(), [Sharing() for _ in range(count)]
+    for engine in engines:
+        engine.share(server, AdapterPlan(2, ("q",), "shared", count))
+        engine._calls.release("down")
+    return server, engines
+
+
+async def test_engines_that_share_a_server_meet_in_one_process() -> None:
+    server, (first, second) = sharing()
+    addresses = await asyncio.gather(server.join(first), server.join(second))
+    assert addresses[0] == addresses[1]
+    assert first.process is second.process is not None
+    old = first.process
+    await server.leave(first, closing=False)  # it does not obey the first one
+    assert not old.running
+    assert await server.join(first) != addresses[0]
+    await server.leave(second, closing=False)
+    assert first.process is not None
+    assert first.process.running, "the second one had left the old process only"
+    await server.join(second)
+    assert first.process is second.process
+    await server.leave(second, closing=True)
+    assert first.process.running
+    await server.leave(first, closing=True)
+    assert not first.process.running
+
+
+async def test_a_server_that_does_not_start_is_started_by_the_next_engine() -> None:
+    server, (first, second) = sharing()
+    first.fails = True
+    with pytest.raises(EngineLost):
+        await server.join(first)
+    assert first.process is not None
+    assert not first.process.running
+    await server.join(second)
+    assert second.process is not first.process
+
+
+async def test_a_shared_base_is_compared_and_never_written() -> None:
+    _, (engine, _) = sharing()
+    held = torch.ones(4, 6)
+
+    async def rewrite(method: str, names: list[str]) -> list[Any]:
+        assert method == "rillflow_fingerprints"
+        return [{"q.weight": [[0, [4, 6], [6, 1], f"{fingerprint(held):x}"]]}]
+
+    engine.rewrite = rewrite  # type: ignore[method-assign]
+    await engine.apply_adapter(ADAPTER, 0, 1, PROBE)
+    with pytest.raises(WeightsError, match="not the base of a server that several policies share"):
+        await engine.load({"q.weight": 2 * held}, 2, PROBE)
+    assert (engine.version, engine.base, len(engine.resident)) == (1, 0, 1)
+    assert engine.proven
+    await engine.load({"q.weight": held}, 0, PROBE)
+    assert (engine.version, engine.base, engine.resident) == (0, 0, set())
+    with pytest.raises(WeightsError, match="a base that is shared"):
+        await engine.patch(Patch(0, {}, {}), 1)
+    await engine.cut()
+    await engine.go_on()
+    assert not await engine.sleep()
+    assert engine.called[-1] == ("cut",), "other policies go on, and the server's memory stays"
 
 
 # ---------------------------------------------------------------- the start
@@ -242,7 +370,7 @@ class Starting(VllmEngine):
         self.starts: list[bool] = []
 
     async def _start(self) -> tuple[str, str]:
-        self.starts.append(self._plan is not None)
+        self.starts.append(self.plan is not None)
         process: Any = SimpleNamespace(cause=lambda: self.cause, stop=self._stop)
         self.process = process
         return "url", "token"
@@ -250,22 +378,22 @@ class Starting(VllmEngine):
     async def _stop(self) -> None: ...
 
     async def _wait_healthy(self, url: str) -> None:
-        if self._plan is not None:
+        if self.plan is not None:
             raise EngineLost("it ended before it served")
 
 
 async def test_a_model_that_vllm_has_no_adapters_for_is_merged_or_refused(caplog: pytest.LogCaptureFixture) -> None:
     cause = "ValueError: MambaForCausalLM does not support LoRA yet."
     engine = Starting(cause)
-    assert await engine._reach() == ("url", "token")
+    assert await engine.start_server() == ("url", "token")
     assert engine.starts == [True, False]
     assert engine.adapters_refused
     assert f"adapters are merged on the node's host: vLLM cannot serve this model with adapters: {cause}" in caplog.text
     with pytest.raises(ConfigError, match="native does not work: vLLM cannot serve this model"):
-        await Starting(cause, asked=True)._reach()
+        await Starting(cause, asked="native").start_server()
     other = Starting("RuntimeError: out of memory")
     with pytest.raises(EngineLost, match="before it served"):
-        await other._reach()
+        await other.start_server()
     assert other.starts == [True]
 
 
@@ -279,10 +407,10 @@ async def test_a_server_without_room_for_adapters_is_noticed(monkeypatch: pytest
     await engine._learn_layout()
     assert engine.adapters_refused
     with pytest.raises(ConfigError, match="without --enable-lora"):
-        await Starting("", asked=True)._learn_layout()
+        await Starting("", asked="native")._learn_layout()
 
 
 def test_a_plan_does_not_depend_on_the_order_of_ranks() -> None:
     plan = AdapterPlan(1, ("q",))
-    rooms = [replace(plan, rank=rank).arguments[2] for rank in (1, 2, 8, 9, 257, 512)]
+    rooms = [replace(plan, rank=rank).arguments(cpu=False)[2] for rank in (1, 2, 8, 9, 257, 512)]
     assert rooms == ["1", "8", "8", "16", "320", "512"]

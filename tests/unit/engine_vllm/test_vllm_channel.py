@@ -383,6 +383,23 @@ async def test_it_opens_to_nobody_else(world: World, monkeypatch: pytest.MonkeyP
     assert passed == [PATH, "/other"]
 
 
+async def test_a_cut_ends_the_answers_of_one_connection_alone(world: World, client: ChannelClient) -> None:
+    other = ChannelClient(world.url, SECRET)
+    await other.open()
+    try:
+        _, mine = ask(client, 50)
+        _, others = ask(other, 5)
+        await until(lambda: len(world.llm.running) == 2)
+        await client.call("cut", deadline=5.0)
+        assert (await read(mine))[1] == "abort"
+        assert not world.llm.paused
+        world.llm.give(100)
+        assert (await read(others))[1] == "length"
+        assert (await read(ask(client, 3)[1]))[1] == "length", "later ones are sampled"
+    finally:
+        await other.close()
+
+
 async def test_requests_name_the_adapter_that_they_want(world: World, client: ChannelClient) -> None:
     world.llm.give(100)
     assert await client.call("add_adapter", 7, "/folder", deadline=5.0)

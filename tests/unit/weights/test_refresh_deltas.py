@@ -150,7 +150,7 @@ async def test_adapters_are_merged_on_the_node(tmp_path: Path) -> None:
 class Adder(Decoder):
     """An engine that adds adapters to the base that it holds."""
 
-    base, adapters_refused = 0, ""
+    base, adapters_refused, adapters_only = 0, "", False
 
     async def apply_adapter(self, adapter: Adapter, base: int, version: int, probe: Any = None) -> None:
         self.took.append("adapter")
@@ -217,6 +217,19 @@ async def test_a_server_that_is_lost_with_an_adapter_gets_one_again(tmp_path: Pa
     world.publish()
     world.adder.trouble = EngineLost("it was killed")
     assert not await world.refresher.refresh()
+    assert await world.refresh() == ["adapter", "adapter"]
+
+
+async def test_an_engine_that_takes_adapters_only_gets_nothing_else(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    world = LoraWorld(tmp_path)
+    world.adder.adapters_only = True
+    world.publish()
+    world.adder.trouble = WeightsError("the server does not hold the adapter of up")
+    assert not await world.refresher.refresh()
+    assert world.adder.took == ["adapter"]
+    assert "version 1 not loaded, version 0 goes on: the server does not hold" in caplog.text
     assert await world.refresh() == ["adapter", "adapter"]
 
 

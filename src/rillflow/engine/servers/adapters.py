@@ -13,19 +13,21 @@ import asyncio
 import json
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
-from rillflow.engine.servers.weights import Laid, ModelFacts, Update, written
+from rillflow.engine.servers.weights import Laid, ModelFacts, Tainted, Update, verify, written
 from rillflow.errors import ConfigError, EngineError, EngineLost, WeightsError
 from rillflow.weights.codec import LORA_A, LORA_B
+from rillflow.weights.fingerprint import fingerprint
 from rillflow.weights.models import DTYPES, pick_device
 
 if TYPE_CHECKING:
     from rillflow.config import LoraConfig, PolicyConfig
+    from rillflow.contracts import Tensors
     from rillflow.weights.codec import Adapter
 
 log = logging.getLogger(__name__)
@@ -38,22 +40,29 @@ _MERGE = "leave engine.server.adapters at auto, or set it to merged"
 
 @dataclass(frozen=True)
 class AdapterPlan:
-    """What a server must be able to hold: adapters of this rank on these layers. A plan that is `asked` for is not
-    given up where the server cannot."""
+    """What a server must be able to hold: adapters of this rank on these layers, for so many policies. A plan that is
+    `asked` for, by this setting, is not given up where the server cannot."""
 
     rank: int
     layers: tuple[str, ...]
-    asked: bool = False
+    asked: str = ""
+    policies: int = 1
 
     @property
-    def arguments(self) -> list[str]:
+    def slots(self) -> int:
+        return SLOTS * self.policies
+
+    def arguments(self, *, cpu: bool) -> list[str]:
         """Return the words that start vLLM with adapters. Only layers that have one are wrapped."""
         room = min(rank for rank in RANKS if rank >= self.rank)
+        # On a CPU, vLLM computes tokens without an adapter with the last slot, if others of their step have one. It
+        # takes the first free slot, so one slot more than are ever used stays empty.
+        slots = str(self.slots + cpu)
         leaves = dict.fromkeys(layer.rpartition(".")[2] for layer in self.layers)
         return [
             "--enable-lora",
             *("--max-lora-rank", str(room)),
-            *("--max-loras", str(SLOTS), "--max-cpu-loras", str(SLOTS)),
+            *("--max-loras", slots, "--max-cpu-loras", slots),
             *("--lora-target-modules", *leaves),
         ]
 
@@ -63,8 +72,8 @@ class AdapterPlan:
             return "vLLM was started without --enable-lora"
         if capacity["rank"] < self.rank:
             return f"vLLM was started with --max-lora-rank {capacity['rank']}, the adapters have rank {self.rank}"
-        if capacity["slots"] < SLOTS:
-            return f"vLLM was started with --max-loras {capacity['slots']}, updates need {SLOTS}"
+        if capacity["slots"] < self.slots:
+            return f"vLLM was started with --max-loras {capacity['slots']}, updates need {self.slots}"
         absent = sorted(set(self.layers) - set(capacity["layers"]))
         return f"vLLM has no adapters for {', '.join(absent[:4])}" if absent else ""
 
@@ -82,11 +91,17 @@ def plan_adapters(policy: PolicyConfig, model: ModelFacts) -> AdapterPlan | None
     )
     why = _refusal(policy, lora, layers)
     if not why:
-        return AdapterPlan(lora.rank, layers, asked == "native")
-    if asked == "native":
-        raise ConfigError(f"engine.server.adapters native does not work: {why}", _MERGE)
+        return AdapterPlan(lora.rank, layers, "" if asked == "auto" else asked)
+    if asked != "auto":
+        raise ConfigError(f"engine.server.adapters {asked} does not work: {why}", _MERGE)
     log.info("adapters are merged on the node's host: %s", why)
     return None
+
+
+def joined(plans: Sequence[AdapterPlan]) -> AdapterPlan:
+    """Return the plan of a server that policies with these plans share."""
+    layers = tuple(dict.fromkeys(layer for plan in plans for layer in plan.layers))
+    return AdapterPlan(max(plan.rank for plan in plans), layers, plans[0].asked, len(plans))
 
 
 def _refusal(policy: PolicyConfig, lora: LoraConfig, layers: tuple[str, ...]) -> str:
@@ -143,6 +158,9 @@ class AdapterServer(Protocol):
     def retire_adapter(self, number: int) -> None:
         """Remove an adapter once the update has ended."""
 
+    async def rewrite(self, method: str, argument: list[Any]) -> list[Any]:
+        """Call a method of all workers."""
+
 
 class AdapterUpdate(Update):
     """An adapter that is in the server before anything is cut."""
@@ -177,3 +195,27 @@ class AdapterUpdate(Update):
         if not self._used:
             self._server.retire_adapter(self._number)
         await asyncio.to_thread(self._laid.remove)
+
+
+class BaseUpdate(Update):
+    """The base itself, in a server that several policies share: it is compared with what the server holds, and no
+    request names an adapter any more. WeightsError for any other weights."""
+
+    def __init__(self, server: AdapterServer, model: ModelFacts, tensors: Tensors) -> None:
+        self._server = server
+        self._model = model
+        self._fingerprints = {name: fingerprint(tensor) for name, tensor in model.whole(tensors).items()}
+
+    async def apply(self) -> None:
+        answers = await self._server.rewrite("rillflow_fingerprints", list(self._fingerprints))
+        try:
+            verify(self._model, self._fingerprints, answers)
+        except Tainted as error:
+            raise WeightsError(
+                f"not the base of a server that several policies share: {error.message}",
+                "whole weights of one policy cannot replace it: set engine.server.adapters to auto",
+            ) from error
+        self._server.use_adapter(0)
+
+    async def close(self) -> None:
+        """Do nothing: nothing was prepared."""

@@ -9,46 +9,37 @@ cut. vLLM returns the log-probs of the distribution that it drew from; `inside.r
 where they differ. With a grammar the whole answer is scored as a prompt instead: it is delivered when it is complete,
 and an answer that new weights cut is sampled again from its beginning.
 
-With a plan for adapters, versions that are adapters are added to the base by vLLM, which holds it all the time
-(`adapters`). Every request names the adapter of its version.
+Every request names the adapter of its version, if that is one (`adding`).
 """
 
 from __future__ import annotations
 
 import asyncio
-import logging
 import secrets
 import tempfile
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import suppress
-from itertools import count
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import aiohttp
 import numpy as np
 
 from rillflow.config.policy import EngineConfig
-from rillflow.contracts import UNKNOWN, Clock
+from rillflow.contracts import Clock
 from rillflow.engine.experts import pack
 from rillflow.engine.servers import vllm_server as server
-from rillflow.engine.servers.adapters import AdapterPlan, AdapterUpdate, lay_adapter
+from rillflow.engine.servers.adapters import AdapterPlan
+from rillflow.engine.servers.adding import AddingEngine
 from rillflow.engine.servers.calls import Part, is_scored, needs_both
-from rillflow.engine.servers.in_place import InPlaceEngine
 from rillflow.engine.servers.inside import rillflow_channel
 from rillflow.engine.servers.inside.rillflow_channel import LOST
 from rillflow.engine.servers.process import ServerProcess, free_port
 from rillflow.engine.servers.vllm_server import ChannelClient
-from rillflow.engine.servers.weights import ModelFacts, Update
-from rillflow.errors import ConfigError, ContextOverflow, EngineError, EngineLost, WeightsError
-from rillflow.types import FinishReason, GenerateRequest, Probe
+from rillflow.engine.servers.weights import ModelFacts
+from rillflow.errors import ConfigError, ContextOverflow, EngineError, EngineLost
+from rillflow.types import FinishReason, GenerateRequest
 from rillflow.weights.models import DTYPES
-
-if TYPE_CHECKING:
-    from rillflow.contracts import Deltas, Patch
-    from rillflow.weights.codec import Adapter
-
-log = logging.getLogger(__name__)
 
 _CONTROL_SECONDS = 60.0
 _WEIGHTS_SECONDS = 600.0  # for all weights of a large model to be copied and read back
@@ -57,8 +48,8 @@ _STALL_SECONDS = 600.0  # without a token of an answer: vLLM's own queue is part
 _FINISHES: Mapping[str, FinishReason] = {"stop": "stop", "length": "length", "abort": "abort"}
 
 
-class VllmEngine(InPlaceEngine):
-    """Starts and supervises a vLLM server, or uses one that runs."""
+class VllmEngine(AddingEngine):
+    """Starts and supervises a vLLM server, alone or with the engines of other policies, or uses one that runs."""
 
     PRODUCT = "vLLM"
     DECODES_AHEAD = True
@@ -75,20 +66,15 @@ class VllmEngine(InPlaceEngine):
     ) -> None:
         """With `record`, answers come with the experts that a mixture chose for each token; with `adapters`, versions
         that are adapters are not merged."""
-        super().__init__(model, settings, logs=logs, clock=clock)
+        super().__init__(model, settings, logs=logs, clock=clock, adapters=adapters)
         self._record = record
         self._channel: ChannelClient | None = None
-        self._plan = adapters
-        self._base = 0  # the version of the server's own weights
-        self._adapter = 0  # the number of the adapter that requests name; 0: none
-        self._numbers = count(1 + secrets.randbits(30))  # vLLM's warm-up and earlier clients have used others
-        self._retired: list[int] = []
 
     # ------------------------------------------------------------ the server
 
     async def bring_up(self) -> None:
         url, token = await self._reach()
-        self._base, self._adapter, self._retired = 0, 0, []
+        self.begin_with_base()
         self._channel = ChannelClient(url, token)
         await self._channel.open()
         await self._learn_layout()
@@ -97,7 +83,7 @@ class VllmEngine(InPlaceEngine):
         await self._try()
         if self.settings.server.url is not None:  # whatever it served before
             await self.put_initial()
-            self._base = 0
+            self.begin_with_base()
 
     async def _reach(self) -> tuple[str, str]:
         """Start a server, or find the one that runs; return its URL and token once it is healthy."""
@@ -105,23 +91,27 @@ class VllmEngine(InPlaceEngine):
             url, token = server.running_server(self.settings)
             await self._wait_healthy(url)
             return url, token
+        return await (self.start_server() if self.shared is None else self.shared.join(self))
+
+    async def start_server(self) -> tuple[str, str]:
+        """Start a server, without adapters if it ends because of them."""
         url, token = await self._start()
         try:
             await self._wait_healthy(url)
         except EngineLost:
             cause = self.process.cause() if self.process is not None else ""
-            if self._plan is None or "lora" not in cause.lower():
+            if self.plan is None or "lora" not in cause.lower():
                 raise
-            self._refuse_adapters(f"vLLM cannot serve this model with adapters: {cause}")
+            self.refuse_adapters(f"vLLM cannot serve this model with adapters: {cause}")
             await self.tear_down()
-            return await self._reach()
+            return await self.start_server()
         return url, token
 
     async def _start(self) -> tuple[str, str]:
         port, token = free_port(), secrets.token_urlsafe(32)
         logs = self._logs or Path(tempfile.mkdtemp(prefix="rillflow-vllm-"))
         process = ServerProcess(
-            server.command(self.model, self.settings, port, record=self._record, adapters=self._plan),
+            server.command(self.model, self.settings, port, record=self._record, adapters=self.plan),
             environment=server.environment(self.settings, token),
             log=logs / f"vllm-{port}.log",
         )
@@ -144,9 +134,7 @@ class VllmEngine(InPlaceEngine):
                 f"its loader cannot be followed: {error.message}", "this model cannot be trained with vLLM"
             ) from error
         self.learn_layout(layout)
-        lacking = {self._plan.missing(answer["adapters"]) for answer in layout} - {""} if self._plan is not None else ()
-        if lacking:
-            self._refuse_adapters(", ".join(sorted(lacking)))
+        self.check_room([answer["adapters"] for answer in layout])
 
     async def _try(self) -> None:
         """Let the server read two tokens: some models load, and end it when it computes with them."""
@@ -166,7 +154,9 @@ class VllmEngine(InPlaceEngine):
     async def tear_down(self) -> None:
         if self._channel is not None:
             await self._channel.close()
-        if self.process is not None:
+        if self.shared is not None:
+            await self.shared.leave(self, closing=self._closed)
+        elif self.process is not None:
             await self.process.stop()
 
     async def _call(self, what: str, *arguments: Any, deadline: float) -> Any:
@@ -193,7 +183,7 @@ class VllmEngine(InPlaceEngine):
             grammar=None if asked.grammar is None else (asked.grammar.kind, asked.grammar.text),
             scored=is_scored(asked),
             both=needs_both(asked),
-            adapter=self._adapter,
+            adapter=self.adapter,
         )
         first, chosen = True, _Chosen()
         try:
@@ -228,7 +218,7 @@ class VllmEngine(InPlaceEngine):
 
     async def scores(self, prompts: Sequence[Sequence[int]], version: int) -> list[list[float]]:
         scored: list[list[float]] = await self._call(
-            "score", prompts, self.probe_salt(version), self._adapter, deadline=_WEIGHTS_SECONDS
+            "score", prompts, self.probe_salt(version), self.adapter, deadline=_WEIGHTS_SECONDS
         )
         return scored
 
@@ -242,14 +232,16 @@ class VllmEngine(InPlaceEngine):
         return room - 1
 
     async def cut(self) -> None:
-        await self._call("pause", deadline=_CONTROL_SECONDS)
+        # Other policies' answers go on in a server that is shared.
+        await self._call("pause" if self.shared is None else "cut", deadline=_CONTROL_SECONDS)
 
     async def go_on(self) -> None:
-        await self._call("resume", deadline=_CONTROL_SECONDS)
+        if self.shared is None:
+            await self._call("resume", deadline=_CONTROL_SECONDS)
 
     async def sleep(self) -> bool:
         """vLLM's sleep mode (`--enable-sleep-mode`): weights go to the host's memory, cached keys and values go."""
-        return bool(await self._call("sleep", deadline=_WEIGHTS_SECONDS))
+        return self.shared is None and bool(await self._call("sleep", deadline=_WEIGHTS_SECONDS))
 
     async def wake(self) -> None:
         await self._call("wake", deadline=_WEIGHTS_SECONDS)
@@ -260,75 +252,8 @@ class VllmEngine(InPlaceEngine):
         answers: list[Any] = await self._call(method, argument, deadline=_WEIGHTS_SECONDS)
         return answers
 
-    async def write(self, method: str, argument: list[Any]) -> list[Any]:
-        if method != "rillflow_prepare":
-            self._base = UNKNOWN
-            self.use_adapter(0)
-        return await self.rewrite(method, argument)
-
-    async def _change(
-        self, update: Update, version: int, probe: Probe | None, check: Callable[[], None] = lambda: None
-    ) -> None:
-        try:
-            await super()._change(update, version, probe, check)
-            if not isinstance(update, AdapterUpdate):
-                self._base = version
-        finally:
-            await self._drop_retired()
-
-    def _check_base(self, change: Patch | Deltas) -> None:
-        super()._check_base(change)
-        if self._adapter:
-            raise WeightsError("the engine serves an adapter, which no difference belongs to", "load the whole weights")
-
-    # ------------------------------------------------------------ adapters
-
-    @property
-    def base(self) -> int:
-        return self._base
-
-    @property
-    def adapters_refused(self) -> str:
-        return "" if self._plan is not None else "its server was not started with adapters"
-
-    async def apply_adapter(self, adapter: Adapter, base: int, version: int, probe: Probe | None = None) -> None:
-        self._check_up()
-        self._check_adapter(base)
-        update = AdapterUpdate(self, await asyncio.to_thread(lay_adapter, adapter, self.model), next(self._numbers))
-        await self._change(update, version, probe, lambda: self._check_adapter(base))
-
-    def _check_adapter(self, base: int) -> None:
-        if self._plan is None:
-            raise WeightsError(self.adapters_refused, "load the merged weights")
-        if base != self._base:
-            raise WeightsError(f"the adapter is of version {base}, the server holds {self._base}", "load whole weights")
-
-    def _refuse_adapters(self, why: str) -> None:
-        assert self._plan is not None
-        if self._plan.asked:
-            raise ConfigError(f"engine.server.adapters native does not work: {why}", "set it to auto or merged")
-        log.warning("adapters are merged on the node's host: %s", why)
-        self._plan = None
-
-    async def add_adapter(self, number: int, folder: str, file: str) -> list[str]:
-        await self._call("add_adapter", number, folder, deadline=_WEIGHTS_SECONDS)
-        answers: list[list[str]] = await self._call("rillflow_adapter", number, file, deadline=_WEIGHTS_SECONDS)
-        return list(dict.fromkeys(layer for wrong in answers for layer in wrong))
-
-    def use_adapter(self, number: int) -> None:
-        if self._adapter:
-            self.retire_adapter(self._adapter)
-        self._adapter = number
-
-    def retire_adapter(self, number: int) -> None:
-        self._retired.append(number)
-
-    async def _drop_retired(self) -> None:
-        """Remove adapters that no request names any more. One that stays in vLLM makes room for the next but one."""
-        retired, self._retired = self._retired, []
-        for number in retired:
-            with suppress(EngineError):
-                await self._call("drop_adapter", number, deadline=_CONTROL_SECONDS)
+    async def call_adapters(self, what: str, *arguments: Any) -> Any:
+        return await self._call(what, *arguments, deadline=_WEIGHTS_SECONDS)
 
 
 class _Chosen:

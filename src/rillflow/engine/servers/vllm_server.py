@@ -65,7 +65,8 @@ def command(
     server = settings.server
     cpu = pick_device(settings.device).type == "cpu"
     invariant = server.seeded and not cpu
-    slots = min(settings.slots, _INVARIANT_BELOW - 1) if invariant else settings.slots
+    slots = settings.slots * (1 if adapters is None else adapters.policies)
+    slots = min(slots, _INVARIANT_BELOW - 1) if invariant else slots
     return [
         server.python,
         *("-m", "vllm.entrypoints.openai.api_server"),
@@ -90,7 +91,7 @@ def command(
         *(["--moe-backend", "triton"] if model.router_layers and not cpu else []),  # others store weights reordered
         *(["--enable-return-routed-experts"] if record else []),
         *([*_SEEDED, "--max-num-batched-tokens", str(_INVARIANT_BELOW - 1)] if invariant else []),
-        *(adapters.arguments if adapters is not None else []),
+        *(adapters.arguments(cpu=cpu) if adapters is not None else []),
         *server.arguments,
     ]
 

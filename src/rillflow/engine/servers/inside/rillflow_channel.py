@@ -62,8 +62,9 @@ class Drop(msgspec.Struct, array_like=True, tag="drop"):
 
 
 class Control(msgspec.Struct, array_like=True, tag="control"):
-    """`pause`, `resume`, `sleep`, `wake`, `score` (prompts, salt, adapter), `add_adapter` (number, folder),
-    `drop_adapter` (number), or a method of all workers (`rillflow_…`) with its arguments."""
+    """`pause`, `resume`, `cut` (ends the answers of this connection alone; later ones are sampled), `sleep`, `wake`,
+    `score` (prompts, salt, adapter), `add_adapter` (number, folder), `drop_adapter` (number), or a method of all
+    workers (`rillflow_…`) with its arguments."""
 
     id: int
     what: str
@@ -309,6 +310,8 @@ class _Connection:
             result: Any = None
             if message.what == "pause":
                 await self._pause()
+            elif message.what == "cut":
+                await self._cut(dict(self._asks))
             elif message.what == "resume":
                 await self._engine.resume_generation()
             elif message.what == "sleep":
@@ -336,6 +339,9 @@ class _Connection:
         a request that vLLM does not know yet has sampled nothing and is cancelled."""
         tasks = dict(self._asks)
         await self._engine.pause_generation(mode="abort", clear_cache=False)
+        await self._cut(tasks)
+
+    async def _cut(self, tasks: dict[int, asyncio.Task[None]]) -> None:
         if any(not task.done() for task in tasks.values()):
             await self._engine.abort([self._name(number) for number, task in tasks.items() if not task.done()])
             await asyncio.wait(tasks.values(), timeout=_CUT_SECONDS)
