@@ -97,7 +97,7 @@ class World:
         self.worker.model_runner = SimpleNamespace(model=self.model)
 
     def activate(self, added: Adapter) -> None:
-        """What vLLM does with a peft folder."""
+        """Fill the slot as vLLM does from a peft folder."""
 
         def of(name: str) -> tuple[torch.Tensor, torch.Tensor]:
             low, high = (added.tensors[f"attn.{name}.weight{end}"] for end in (LORA_A, LORA_B))

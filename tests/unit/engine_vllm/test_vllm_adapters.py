@@ -1,4 +1,4 @@
-"""vLLM with adapters: where a policy's versions are added to the base, what is refused, and what an update does."""
+"""Adapters in vLLM: the plan of a policy, refusals, updates, and servers that several policies share."""
 
 from __future__ import annotations
 

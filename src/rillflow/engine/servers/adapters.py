@@ -40,8 +40,8 @@ _MERGE = "leave engine.server.adapters at auto, or set it to merged"
 
 @dataclass(frozen=True)
 class AdapterPlan:
-    """What a server must be able to hold: adapters of this rank on these layers, for so many policies. A plan that is
-    `asked` for, by this setting, is not given up where the server cannot."""
+    """The adapters that a server must be able to hold: their highest rank, the layers that have one, and the number of
+    policies. `asked` is the setting that asks for them, which is refused if the server cannot; else they are merged."""
 
     rank: int
     layers: tuple[str, ...]

@@ -46,7 +46,7 @@ def capacity(model: Any) -> dict[str, Any] | None:
 
 def wrong_layers(model: Any, number: int, tensors: dict[str, torch.Tensor]) -> list[str]:
     """Return the layers that do not hold their part of this adapter. `tensors` are named `LAYER.lora_A` and
-    `LAYER.lora_B`. Of a layer that is spread over ranks, only that it is there is checked."""
+    `LAYER.lora_B`. A layer that is spread over ranks is not compared, but it must exist."""
     manager = model.lora_manager
     parts, slot = _parts(manager), manager.lora_index_to_id.index(number)
     layers = dict.fromkeys(name.rpartition(".")[0] for name in tensors)
