@@ -18,6 +18,8 @@ TOOL_FORMATS = (
 )  # fmt: skip
 REASONING_FORMATS = ("auto", "none", "harmony", "seed", "command", "mistral", "think")
 
+_REPLICAS = ("--data-parallel", "--dp", "-dp")  # in arguments of vLLM's and SGLang's command lines
+
 
 class SamplingConfig(Section):
     """How a policy samples."""
@@ -93,6 +95,12 @@ class EngineConfig(Section):
             raise ValueError("engine.server is for engine.kind vllm or sglang")
         if self.kind == "sglang" and self.server.seeded:
             raise ValueError("engine.server.seeded is for engine.kind vllm")
+        replicas = [word for word in self.server.arguments if word.startswith(_REPLICAS)]
+        if replicas:
+            raise ValueError(
+                f"engine.server.arguments has {replicas[0]}: vLLM answers for one replica only, so updates of the others "
+                "could not be verified; start an engine process for each GPU (rollout.engines)"
+            )
         adapters = self.server.adapters
         if self.kind == "sglang" and adapters in ("native", "shared"):
             raise ValueError(f"engine.server.adapters {adapters} is for engine.kind vllm: SGLang gets merged weights")
