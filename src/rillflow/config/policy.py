@@ -98,8 +98,8 @@ class EngineConfig(Section):
         replicas = [word for word in self.server.arguments if word.startswith(_REPLICAS)]
         if replicas:
             raise ValueError(
-                f"engine.server.arguments has {replicas[0]}: vLLM answers for one replica only, so updates of the others "
-                "could not be verified; start an engine process for each GPU (rollout.engines)"
+                f"engine.server.arguments has {replicas[0]}: a server answers for one replica only, so updates of the "
+                "others cannot be verified; start an engine process for each GPU (rollout.engines)"
             )
         adapters = self.server.adapters
         if self.kind == "sglang" and adapters in ("native", "shared"):

@@ -74,7 +74,7 @@ def test_what_servers_cannot_do_is_refused() -> None:
 
 @pytest.mark.parametrize("words", [["--data-parallel-size", "2"], ["-dp=2"], ["--dp-size", "2"]])
 def test_replicas_in_one_server_are_refused(words: list[str]) -> None:
-    with pytest.raises(ValidationError, match=f"arguments has {words[0]}: vLLM answers for one replica only"):
+    with pytest.raises(ValidationError, match=f"arguments has {words[0]}: a server answers for one replica only"):
         settings(arguments=words)
 
 
