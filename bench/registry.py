@@ -132,6 +132,7 @@ BENCHES: dict[str, Bench] = {
     "weights": Bench(5),
     "weights_probe": Bench(0.5),
     "weights_update": Bench(2, environment="vllm", arguments=("--python", ".venv-vllm/bin/python")),
+    "adapters_update": Bench(2, environment="vllm", arguments=("--python", ".venv-vllm/bin/python")),
     "catch_up": Bench(1),
     "cross_region": Bench(4, needs=(network_namespaces,)),
     "pipeline": Bench(4),

@@ -241,7 +241,7 @@ class Given:
     async def head(self) -> int:
         return self._version
 
-    async def pull(self, serves: int | None = None) -> Pulled:
+    async def pull(self, serves: int | None = None, base: int | None = None) -> Pulled:
         transfer = Transfer(self._version, None, "full", 1, 0, 0.0, 0.0)
         return Pulled(self._version, self._tensors, None, transfer, probe_of(self._models[self._version]))
 

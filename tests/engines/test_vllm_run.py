@@ -36,3 +36,22 @@ def test_a_short_run_trains_on_what_vllm_samples(cli: Cli, vllm_python: str) -> 
     assert "not loaded" not in words
     assert "to the engine as a whole" not in words
     assert "decoded by the engine" in words
+
+
+def test_a_short_lora_run_gives_vllm_the_adapters_alone(cli: Cli, vllm_python: str) -> None:
+    lora = ["trainer.lora={rank: 4, alpha: 8}", "trainer.lr=1e-3", "trainer.steps=4"]
+    ours = [f"policies.agent.engine.server.python={vllm_python}", "policies.agent.engine.server.adapters=native"]
+    run = cli.run("run", "vllm_tiny", *SHORT, *lora, *ours, seconds=600)
+    folder = run.folder
+    assert json.loads((folder / "summary.json").read_text())["steps"] == 4
+    assert processes_of(folder) == {}
+    assert json.loads(cli.run("audit", str(folder), "--json").output())["balanced"]
+    assert max(int(version) for sample in trained_samples(folder) for version in sample.version_T) >= 1
+    assert {path.name for path in (folder / "weights" / "agent").glob("v*[1-9]/*")} == {
+        "adapter.safetensors",
+        "manifest.json",
+    }
+    words = "\n".join(path.read_text() for path in (folder / "logs").glob("rollout-*.log"))
+    assert "added by the engine" in words
+    assert "not loaded" not in words
+    assert "merging the adapter" not in words

@@ -18,6 +18,8 @@ TOOL_FORMATS = (
 )  # fmt: skip
 REASONING_FORMATS = ("auto", "none", "harmony", "seed", "command", "mistral", "think")
 
+_REPLICAS = ("--data-parallel", "--dp", "-dp")  # in arguments of vLLM's and SGLang's command lines
+
 
 class SamplingConfig(Section):
     """How a policy samples."""
@@ -62,6 +64,12 @@ class ServerConfig(Section):
         description="whether its workers decode deltas, on the device that holds the weights, or the node does, on its "
         "host; default: the workers, if the weights are on a GPU",
     )
+    adapters: Literal["auto", "native", "merged", "shared"] = Field(
+        "auto",
+        description="versions of a policy with trainer.lora: native gives vLLM the adapter alone, which it adds to the "
+        "base; merged writes whole weights; auto: native where vLLM can, else merged; shared: native, in one server "
+        "with all policies of this model and device that say shared",
+    )
     start_timeout: Seconds = Field(600.0, description="it must answer so long after it was started")
 
 
@@ -87,6 +95,17 @@ class EngineConfig(Section):
             raise ValueError("engine.server is for engine.kind vllm or sglang")
         if self.kind == "sglang" and self.server.seeded:
             raise ValueError("engine.server.seeded is for engine.kind vllm")
+        replicas = [word for word in self.server.arguments if word.startswith(_REPLICAS)]
+        if replicas:
+            raise ValueError(
+                f"engine.server.arguments has {replicas[0]}: a server answers for one replica only, so updates of the "
+                "others cannot be verified; start an engine process for each GPU (rollout.engines)"
+            )
+        adapters = self.server.adapters
+        if self.kind == "sglang" and adapters in ("native", "shared"):
+            raise ValueError(f"engine.server.adapters {adapters} is for engine.kind vllm: SGLang gets merged weights")
+        if adapters == "shared" and self.server.url is not None:
+            raise ValueError("engine.server.adapters shared is for servers that are started here: remove url")
         return self
 
 
@@ -187,6 +206,12 @@ class PolicyConfig(Section):
         if names is not None and len(set(names)) < len(names):
             raise ValueError("it names one twice")
         return names
+
+    @model_validator(mode="after")
+    def _adapters_of_lora(self) -> PolicyConfig:
+        if self.trainer.lora is None and self.engine.server.adapters != "auto":
+            raise ValueError(f"engine.server.adapters {self.engine.server.adapters} is for policies with trainer.lora")
+        return self
 
     @property
     def writes_deltas(self) -> bool:

@@ -138,6 +138,27 @@ class DecodesDeltas(Protocol):
         decode them."""
 
 
+@runtime_checkable
+class TakesAdapters(Protocol):
+    """An engine that adds a published adapter to the weights that it holds."""
+
+    @property
+    def base(self) -> int:
+        """Return the version of the weights that it holds, without an adapter; UNKNOWN if they are of none."""
+
+    @property
+    def adapters_refused(self) -> str:
+        """Return the reason why it takes none, or an empty string."""
+
+    @property
+    def adapters_only(self) -> bool:
+        """True if it takes no whole weights but those of the base, which other engines use too."""
+
+    async def apply_adapter(self, adapter: Any, base: int, version: int, probe: Probe | None = None) -> None:
+        """As `Engine.load`, of an adapter (`weights.codec.Adapter`) of version `base`. WeightsError, changing nothing,
+        when it does not hold `base`, or cannot have the adapter."""
+
+
 class StorageUnit(Protocol):
     """Holds payload columns. A row survives any kill once `put` has returned; a damaged one raises CorruptData.
 

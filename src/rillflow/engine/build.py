@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Mapping
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -23,16 +24,16 @@ if TYPE_CHECKING:
     from rillflow.contracts import Tensors
 
 
-def build_engine(policy: PolicyConfig, *, exact: bool, logs: Path | None = None) -> Engine:
+def build_engine(policy: PolicyConfig, *, exact: bool, logs: Path | None = None, adapters: bool = True) -> Engine:
     """Return the engine of a policy. Its initial weights are version 0, the same that the trainer publishes first. A
-    server writes its log into the folder `logs`."""
+    server writes its log into the folder `logs`. Without `adapters` it will get whole weights only."""
     if policy.trainer.replay_routing and exact:
         raise ConfigError(
             "trainer.replay_routing does nothing under runtime.deterministic: engine and trainer compute the same bits",
             "remove one of them",
         )
     if policy.engine.kind != "embedded":
-        return _server_engine(policy, exact=exact, logs=logs)
+        return _server_engine(policy, exact=exact, logs=logs, adapters=adapters)
     model = load_policy_model(policy.model, policy.engine.dtype, pick_device(policy.engine.device))
     try:
         return EmbeddedEngine(
@@ -50,7 +51,53 @@ def build_engine(policy: PolicyConfig, *, exact: bool, logs: Path | None = None)
         raise ConfigError(f"{policy.model}: {error.message}", error.hint) from error
 
 
-def _server_engine(policy: PolicyConfig, *, exact: bool, logs: Path | None) -> Engine:
+def build_engines(
+    policies: Mapping[str, PolicyConfig], *, exact: bool, logs: Path | None = None, whole: Collection[str] = ()
+) -> dict[str, Engine]:
+    """Return the engines of several policies. Those in `whole` get whole weights only, from this process's memory."""
+    engines: dict[str, Engine] = {}
+    groups: dict[tuple[str, str], list[str]] = {}
+    for name, policy in policies.items():
+        server = policy.engine.server
+        if name in whole and server.adapters in ("native", "shared"):
+            raise ConfigError(
+                f"engine.server.adapters {server.adapters} does not work for policy {name}: its trainer gives this "
+                "process whole weights",
+                "set it to auto or merged",
+            )
+        if server.adapters == "shared":
+            groups.setdefault((policy.model, policy.engine.device), []).append(name)
+        else:
+            engines[name] = build_engine(policy, exact=exact, logs=logs, adapters=name not in whole)
+    for names in groups.values():
+        engines |= _shared_engines({name: policies[name] for name in names}, exact=exact, logs=logs)
+    return {name: engines[name] for name in policies}
+
+
+def _shared_engines(policies: Mapping[str, PolicyConfig], *, exact: bool, logs: Path | None) -> dict[str, Engine]:
+    """Return engines with one server, whose adapters are those of all these policies."""
+    from rillflow.engine.servers.adapters import joined
+    from rillflow.engine.servers.adding import SharedServer
+    from rillflow.engine.servers.vllm import VllmEngine
+
+    first, *others = policies
+    for name in others:
+        one, other = policies[first], policies[name]
+        if one.engine != other.engine or one.trainer.replay_routing != other.trainer.replay_routing:
+            raise ConfigError(
+                f"policies {first} and {name} share a server, but not all settings of engine and replay_routing",
+                "make them equal, or set engine.server.adapters of one to auto",
+            )
+    engines = {name: build_engine(policy, exact=exact, logs=logs) for name, policy in policies.items()}
+    served = [engine for engine in engines.values() if isinstance(engine, VllmEngine)]
+    plan, shared = joined([engine.plan for engine in served if engine.plan is not None]), SharedServer()
+    for engine in served:
+        engine.share(shared, plan)
+    return engines
+
+
+def _server_engine(policy: PolicyConfig, *, exact: bool, logs: Path | None, adapters: bool) -> Engine:
+    from rillflow.engine.servers.adapters import plan_adapters
     from rillflow.engine.servers.weights import model_facts
 
     settings = policy.engine
@@ -83,7 +130,8 @@ def _server_engine(policy: PolicyConfig, *, exact: bool, logs: Path | None) -> E
     if settings.kind == "vllm":
         from rillflow.engine.servers.vllm import VllmEngine
 
-        return VllmEngine(facts, settings, logs=logs, record=record)
+        plan = plan_adapters(policy, facts) if adapters else None
+        return VllmEngine(facts, settings, logs=logs, record=record, adapters=plan)
     from rillflow.engine.servers.sglang import SglangEngine
 
     return SglangEngine(facts, settings, logs=logs)

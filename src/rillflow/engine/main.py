@@ -14,7 +14,7 @@ import torch
 from rillflow.clients.dataflow import DataflowClient
 from rillflow.clients.ledgers import connect
 from rillflow.config import EngineConfig, Recipe
-from rillflow.engine.build import build_engine, follow
+from rillflow.engine.build import build_engines, follow
 from rillflow.engine.host import EngineHost, tell_busy
 from rillflow.engine.remote import EngineService
 from rillflow.errors import RillflowError, RunError
@@ -52,7 +52,7 @@ async def run_engine(
     exact = recipe.runtime.deterministic
     logs = weights.parent / "logs"
     startup.doing("loading the model")
-    engines = {policy: build_engine(settings, exact=exact, logs=logs) for policy, settings in recipe.policies.items()}
+    engines = build_engines(recipe.policies, exact=exact, logs=logs)
     served = EngineHost(name, engines)
     service = EngineService(served, keyring)
     dataflow = connect(dataflow_url, token)

@@ -89,7 +89,9 @@ class Stage:
 async def open_engines(recipe: Recipe, logs: Path) -> AsyncIterator[NodeEngines]:
     """One engine for each policy, with the weights of the policy's model; servers write to `logs`."""
     exact = recipe.runtime.deterministic
-    engines = {name: build_engine(policy, exact=exact, logs=logs) for name, policy in recipe.policies.items()}
+    engines = {
+        name: build_engine(policy, exact=exact, logs=logs, adapters=False) for name, policy in recipe.policies.items()
+    }
     opened = NodeEngines(recipe, name=NAME, token=token_urlsafe(32), host=EngineHost(NAME, engines))
     try:
         await opened.start()

@@ -15,7 +15,7 @@ from pathlib import Path
 from rillflow.clients.dataflow import Ask, Tell
 from rillflow.config import Recipe
 from rillflow.contracts import Clock, WeightStore
-from rillflow.engine.build import build_engine, follow
+from rillflow.engine.build import build_engines, follow
 from rillflow.engine.host import EngineHost, tell_busy
 from rillflow.engine.remote import RemoteEngine
 from rillflow.errors import RillflowError
@@ -240,7 +240,7 @@ def node_engines(
         return NodeEngines(recipe, name=name, token=token, roster=roster, clock=clock)
     exact = recipe.runtime.deterministic
     logs = weights.parent / "logs"
-    engines = {policy: build_engine(settings, exact=exact, logs=logs) for policy, settings in recipe.policies.items()}
+    engines = build_engines(recipe.policies, exact=exact, logs=logs, whole=stores or ())
     refreshers = {
         policy: Refresher(policy, engine, StoreSupply(stores[policy]), doubts=recipe.policies[policy].proves)
         if stores and policy in stores

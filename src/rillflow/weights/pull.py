@@ -1,7 +1,8 @@
 """Pulls the newest weights, from the version that a node holds, by the cheapest route, while its engine samples.
 
-For an engine that decodes deltas itself, the deltas from its version to the head are only fetched. The node's own copy
-then stays at its version until a pull needs whole weights.
+For an engine that decodes deltas itself, the deltas from its version to the head are only fetched; for one that adds
+adapters to the base that it holds, only the adapter is read. The node's own copy then stays at its version until a pull
+needs whole weights.
 
 Invariants: a pull returns the head of the line, whole and verified, or deltas in verified files, or raises an error; a
 node holds a whole version, or nothing. A new route is planned from the newest line if a file on the route is missing or
@@ -57,13 +58,13 @@ class Transfer(NamedTuple):
     """Measurements of one pull; kind `held` if nothing had to be fetched.
 
     Seconds: `fetch` of the download, `verify` of decoding, verifying and copying on the host, `apply` of the engine's
-    patch or load, `pause` of the part of it without a token. With `by_engine` the engine decodes the deltas: that is
-    part of `apply`, and `verify` is 0.
+    patch or load, `pause` of the part of it without a token. With `by_engine` the engine decodes the deltas or adds the
+    adapter: that is part of `apply`, and `verify` is 0.
     """
 
     version: int
     base: int | None
-    kind: Literal["full", "delta", "held"]
+    kind: Literal["full", "delta", "adapter", "held"]
     versions: int
     bytes: int
     fetch: float
@@ -73,7 +74,8 @@ class Transfer(NamedTuple):
     by_engine: bool = False
 
     def __str__(self) -> str:
-        where = ", decoded by the engine" if self.by_engine else ""
+        how = "added" if self.kind == "adapter" else "decoded"
+        where = f", {how} by the engine" if self.by_engine else ""
         return (
             f"version {self.version}, {self.kind}, {self.bytes} bytes{where}: fetched in {self.fetch:.3f} s, "
             f"verified in {self.verify:.3f} s, applied in {self.apply:.3f} s, {self.pause:.3f} s of them without a "
@@ -84,7 +86,8 @@ class Transfer(NamedTuple):
 class Pulled(NamedTuple):
     """A whole version and, if it came by deltas alone, the changes. Valid until the next pull.
 
-    An engine must reproduce `probe`. With `deltas`, which the engine decodes, there are neither tensors nor a patch.
+    An engine must reproduce `probe`. With `deltas`, which the engine decodes, or an `adapter` of the version
+    `transfer.base`, which it adds, there are neither tensors nor a patch.
     """
 
     version: int
@@ -93,6 +96,7 @@ class Pulled(NamedTuple):
     transfer: Transfer
     probe: Probe | None = None
     deltas: Deltas | None = None
+    adapter: Adapter | None = None
 
 
 class _RouteFailed(Exception):
@@ -161,8 +165,9 @@ class Puller:
     async def close(self) -> None:
         await self._source.close()
 
-    async def pull(self, serves: int | None = None) -> Pulled:
-        """Pull the head; as deltas, if they lead to it from `serves`, the version of an engine that decodes deltas.
+    async def pull(self, serves: int | None = None, base: int | None = None) -> Pulled:
+        """Pull the head: as deltas, if they lead to it from `serves`, the version of an engine that decodes deltas; as
+        an adapter, if it is one of `base`, the weights of an engine that adds adapters.
 
         CorruptData or WeightsError if no route leads to it now; WireError if no source answers.
         """
@@ -170,7 +175,7 @@ class Puller:
         for _ in range(_PLANS):
             line = self._line = await self._source.line()
             try:
-                return await self._reach(line, serves)
+                return await self._reach(line, serves, base)
             except _RouteFailed as failed:
                 cause = failed.cause
                 await self._note(failed)
@@ -183,13 +188,15 @@ class Puller:
 
     # ------------------------------------------------------------ one route
 
-    async def _reach(self, line: Line, serves: int | None) -> Pulled:
+    async def _reach(self, line: Line, serves: int | None, base: int | None) -> Pulled:
         if line.head is None:
             raise WeightsError("no version was published yet", "the trainer publishes version 0 when it starts")
         manifest = await self._source.manifest(line.head)
         direct = self._direct(line, line.head, serves) if serves is not None and manifest.adapter is None else None
         if direct is not None and serves is not None and manifest.fingerprints:
             return await self._deltas(line, manifest, direct, serves)
+        if base is not None and manifest.adapter is not None and manifest.adapter.base == base:
+            return await self._adapter(manifest, base)
         way = await self._plan(line, line.head if manifest.adapter is None else manifest.adapter.base)
         announce = self._announce if way.snapshot is not None or self._behind else None
         async with nullcontext() if announce is None else announce(line.head):
@@ -233,6 +240,18 @@ class Puller:
         deltas = Deltas(serves, steps, manifest.tensor_fingerprints())
         return Pulled(head, {}, None, transfer, manifest.probe, deltas)
 
+    async def _adapter(self, manifest: VersionManifest, base: int) -> Pulled:
+        """Read the adapter for an engine that holds its base."""
+        head, began = manifest.version, time.perf_counter()
+        found = await self._files(head, "full")
+        fetch = time.perf_counter() - began
+        await self._refuse_orphaned(head)
+        adapter = await in_thread(lambda: _adapter_of(found))
+        await self._forget()
+        size = sum(facts.size for facts in manifest.full_files.values())
+        transfer = Transfer(head, base, "adapter", 1, size, fetch, 0.0, by_engine=True)
+        return Pulled(head, {}, None, transfer, manifest.probe, adapter=adapter)
+
     async def _plan(self, line: Line, want: int) -> Route:
         """Plan the route to `want`. A new node may find that it holds the root already."""
         entries = self._usable(line.entries)
@@ -247,9 +266,12 @@ class Puller:
             steps.insert(0, _Step(way.snapshot, "full"))
         found = await self._fetch(steps)
         seconds = time.perf_counter() - began
+        await self._refuse_orphaned(head)
+        return _Ready({one.manifest.version: one for one in found}, seconds)
+
+    async def _refuse_orphaned(self, head: int) -> None:
         if head in (await self._source.line()).orphaned:
             raise _RouteFailed(WeightsError(f"version {head} was orphaned while it was fetched"))
-        return _Ready({one.manifest.version: one for one in found}, seconds)
 
     def _usable(self, entries: Mapping[int, Entry]) -> dict[int, Entry]:
         """Return the line's entries without the files that are avoided now."""
@@ -338,10 +360,15 @@ class Puller:
 
     def _merge(self, found: _Found) -> dict[str, torch.Tensor]:
         """Merge an adapter into the held version, which is the base of all adapters of the policy."""
-        facts = found.manifest.adapter
-        assert facts is not None
         with _failing(_Step(found.manifest.version, "full")):
-            return merged(self._held.tensors, Adapter(read_version(*found), facts.rank, facts.alpha))
+            return merged(self._held.tensors, _adapter_of(found))
+
+
+def _adapter_of(found: _Found) -> Adapter:
+    facts = found.manifest.adapter
+    assert facts is not None
+    with _failing(_Step(found.manifest.version, "full")):
+        return Adapter(read_version(*found), facts.rank, facts.alpha)
 
 
 @contextmanager

@@ -1,7 +1,9 @@
 """Keeps an engine on the head of its policy's weights. A broken version is skipped, and the old one stays.
 
 An engine that decodes deltas gets their files; any other engine gets the changes, decoded on this host. If an engine
-cannot decode deltas, the log says why, and they are decoded here from then on.
+cannot decode deltas, the log says why, and they are decoded here from then on. An engine that adds adapters to the base
+that it holds gets them alone. If it does not take one, it gets merged weights, also of later versions: until it is
+started again it no longer holds the base.
 
 Invariants: the engine samples during everything but the change itself; an engine that serves another version than the
 patch's base, or refuses the patch, gets the whole version. An engine that `doubts` samples only after it has reproduced
@@ -19,10 +21,11 @@ from collections.abc import Callable, Iterable
 from contextlib import AbstractAsyncContextManager, nullcontext, suppress
 from typing import Protocol
 
-from rillflow.contracts import Clock, DecodesDeltas, Engine, SystemClock, WeightStore
+from rillflow.contracts import Clock, DecodesDeltas, Engine, SystemClock, TakesAdapters, WeightStore
 from rillflow.errors import EngineError, EngineLost, RillflowError, WeightsError
 from rillflow.storage.spans import NoSpans, Spans
 from rillflow.types import Probe
+from rillflow.weights.codec import Adapter
 from rillflow.weights.probe import ProbeMismatch
 from rillflow.weights.pull import Pulled, Transfer
 
@@ -46,7 +49,7 @@ class Supply(Protocol):
 
     async def head(self) -> int | None: ...
 
-    async def pull(self, serves: int | None = None) -> Pulled: ...
+    async def pull(self, serves: int | None = None, base: int | None = None) -> Pulled: ...
 
     async def probe(self, version: int) -> Probe | None: ...
 
@@ -64,7 +67,7 @@ class StoreSupply:
     async def head(self) -> int | None:
         return self._store.head()
 
-    async def pull(self, serves: int | None = None) -> Pulled:
+    async def pull(self, serves: int | None = None, base: int | None = None) -> Pulled:
         head = self._store.head()
         if head is None:
             raise WeightsError("no version was published yet", "wait for the first one")
@@ -147,7 +150,7 @@ class Refresher:
                 head = await self._supply.head()
                 if head is None or self._rests(head) or await self._has(head):
                     return False
-                return await self._give(await self._supply.pull(self._decodes_from()))
+                return await self._give(await self._supply.pull(self._decodes_from(), self._adds_to()))
             except ProbeMismatch as error:
                 await self._mistrust(error)
                 return False
@@ -178,16 +181,17 @@ class Refresher:
         async with self._turn() if self._turn is not None and self._serving else nullcontext():
             began, paused = time.perf_counter(), self._engine.stats().load_seconds
             with self.spans.doing("load"):
-                if pulled.deltas is not None and not await self._decoded(pulled):
+                done = await self._taken(pulled)
+                if not done and pulled.transfer.by_engine:
                     pulled = await self._supply.pull()
-                if pulled.deltas is None and not await self._patched(pulled):
+                if not done and not await self._patched(pulled):
                     await self._engine.load(pulled.tensors, pulled.version, pulled.probe)
             apply = time.perf_counter() - began
         pause = self._engine.stats().load_seconds - paused
-        done = pulled.transfer._replace(apply=apply, pause=pause)
+        transfer = pulled.transfer._replace(apply=apply, pause=pause)
         self._note_good(pulled.version)
-        self.transfers.add(done)
-        log.info("policy %s: %s", self._policy, done)
+        self.transfers.add(transfer)
+        log.info("policy %s: %s", self._policy, transfer)
         self.on_load()
         return True
 
@@ -203,6 +207,36 @@ class Refresher:
     def _refuse(self, why: str) -> None:
         self._refused = why
         log.info("policy %s: decoding deltas on the node's host: %s", self._policy, why)
+
+    def _adds_to(self) -> int | None:
+        """Return the version whose adapters the engine adds to its weights; None if adapters are merged here."""
+        engine = self._engine
+        return engine.base if isinstance(engine, TakesAdapters) and not engine.adapters_refused else None
+
+    async def _taken(self, pulled: Pulled) -> bool:
+        """Return whether the engine took what it decodes or adds itself."""
+        if pulled.adapter is not None:
+            return await self._added(pulled, pulled.adapter)
+        return pulled.deltas is not None and await self._decoded(pulled)
+
+    async def _added(self, pulled: Pulled, adapter: Adapter) -> bool:
+        engine, base = self._engine, pulled.transfer.base
+        assert isinstance(engine, TakesAdapters)
+        assert base is not None
+        try:
+            await engine.apply_adapter(adapter, base, pulled.version, pulled.probe)
+        except (WeightsError, EngineError) as error:
+            # A server that was lost will hold the base again, which merged weights would replace.
+            if isinstance(error, EngineLost) or engine.adapters_only:
+                raise
+            log.warning(
+                "policy %s: merging the adapter of version %d on the node's host: %s",
+                self._policy,
+                pulled.version,
+                error,
+            )
+            return False
+        return True
 
     async def _decoded(self, pulled: Pulled) -> bool:
         """Return whether the engine decoded the deltas. Any reason but the server's death is permanent: trying again

@@ -10,7 +10,7 @@ import pytest
 
 from rillflow.config import load_recipe
 from rillflow.engine import main
-from rillflow.engine.build import build_engine
+from rillflow.engine.build import build_engines
 from rillflow.errors import EngineError
 from rillflow.wire.tokens import Keyring
 
@@ -21,7 +21,8 @@ async def test_an_engine_that_does_not_start_is_closed(tmp_path: Path, monkeypat
     before = set(threading.enumerate())
 
     def broken(*settings: Any, **more: Any) -> Any:
-        engine = build_engine(*settings, **more)
+        engines = build_engines(*settings, **more)
+        (engine,) = engines.values()
         close = engine.close
 
         async def start() -> None:
@@ -32,9 +33,9 @@ async def test_an_engine_that_does_not_start_is_closed(tmp_path: Path, monkeypat
             await close()
 
         engine.start, engine.close = start, noted  # type: ignore[method-assign]
-        return engine
+        return engines
 
-    monkeypatch.setattr(main, "build_engine", broken)
+    monkeypatch.setattr(main, "build_engines", broken)
     recipe = load_recipe("quickstart", ["policies.agent.weights.source=http://127.0.0.1:1"])
     with pytest.raises(EngineError, match="come up"):
         await main.run_engine(

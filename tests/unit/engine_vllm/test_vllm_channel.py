@@ -35,6 +35,8 @@ class FakeLLM:
     def __init__(self) -> None:
         self.running: dict[str, asyncio.Event] = {}
         self.asked: list[tuple[Any, Any]] = []
+        self.named: list[Any] = []  # the adapters of all that was asked
+        self.adapters: dict[int, Any] = {}
         self.calls: list[tuple[str, Any]] = []
         self.paused = False
         self.errored = False
@@ -49,8 +51,9 @@ class FakeLLM:
         self._turn.set()
         self._turn = asyncio.Event()
 
-    async def generate(self, prompt: Any, params: Any, name: str) -> AsyncIterator[Any]:
+    async def generate(self, prompt: Any, params: Any, name: str, lora_request: Any = None) -> AsyncIterator[Any]:
         self.asked.append((prompt, params))
+        self.named.append(lora_request)
         if prompt["prompt_token_ids"] == [666]:
             raise ValueError("no such prompt")
         cut = self.running[name] = asyncio.Event()
@@ -86,6 +89,15 @@ class FakeLLM:
             if name in self.running:
                 self.running[name].set()
         self.give(0)
+
+    async def add_lora(self, request: Any) -> bool:
+        if request[2] == "missing":
+            raise FileNotFoundError("no such adapter")
+        self.adapters[request[1]] = request
+        return True
+
+    async def remove_lora(self, number: int) -> bool:
+        return self.adapters.pop(number, None) is not None
 
     async def collective_rpc(self, method: str, args: Any) -> Any:
         self.calls.append((method, args))
@@ -153,6 +165,10 @@ async def world(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[World]:
     params.RequestOutputKind = SimpleNamespace(DELTA="delta", FINAL_ONLY="final")  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "vllm", ModuleType("vllm"))
     monkeypatch.setitem(sys.modules, "vllm.sampling_params", params)
+    request = ModuleType("vllm.lora.request")
+    request.LoRARequest = lambda name, number, path: (name, number, path)  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "vllm.lora", ModuleType("vllm.lora"))
+    monkeypatch.setitem(sys.modules, "vllm.lora.request", request)
     monkeypatch.setenv(TOKEN, SECRET)
     world = World()
     channel = Channel(None)
@@ -365,6 +381,39 @@ async def test_it_opens_to_nobody_else(world: World, monkeypatch: pytest.MonkeyP
     await shut({"type": "http", "path": PATH}, receive, send)
     await shut({"type": "websocket", "path": "/other"}, receive, send)
     assert passed == [PATH, "/other"]
+
+
+async def test_a_cut_ends_the_answers_of_one_connection_alone(world: World, client: ChannelClient) -> None:
+    other = ChannelClient(world.url, SECRET)
+    await other.open()
+    try:
+        _, mine = ask(client, 50)
+        _, others = ask(other, 5)
+        await until(lambda: len(world.llm.running) == 2)
+        await client.call("cut", deadline=5.0)
+        assert (await read(mine))[1] == "abort"
+        assert not world.llm.paused
+        world.llm.give(100)
+        assert (await read(others))[1] == "length"
+        assert (await read(ask(client, 3)[1]))[1] == "length", "later ones are sampled"
+    finally:
+        await other.close()
+
+
+async def test_requests_name_the_adapter_that_they_want(world: World, client: ChannelClient) -> None:
+    world.llm.give(100)
+    assert await client.call("add_adapter", 7, "/folder", deadline=5.0)
+    assert world.llm.adapters == {7: ("rillflow-7", 7, "/folder")}
+    for more in ({}, {"adapter": 7}, {"adapter": 7, "scored": True}):
+        await read(ask(client, 3, **more)[1])
+    await client.call("score", [[5, 6, 7]], "salt", 7, deadline=5.0)
+    numbers = [named and named[1] for named in world.llm.named]
+    assert numbers == [None, 7, 7, 7, 7], "an answer that is scored asks twice"
+    assert len({named[2] for named in world.llm.named if named}) == 1, "the folder is part of vLLM's cache key"
+    with pytest.raises(EngineError, match="no such adapter"):
+        await client.call("add_adapter", 8, "missing", deadline=5.0)
+    await client.call("drop_adapter", 7, deadline=5.0)
+    assert not world.llm.adapters
 
 
 async def test_a_server_that_is_shut_tells_nothing_but_its_health(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -72,6 +72,12 @@ def test_what_servers_cannot_do_is_refused() -> None:
         build_engine(plain.model_copy(update={"engine": EngineConfig(kind="vllm", on_update="keep")}), exact=False)
 
 
+@pytest.mark.parametrize("words", [["--data-parallel-size", "2"], ["-dp=2"], ["--dp-size", "2"]])
+def test_replicas_in_one_server_are_refused(words: list[str]) -> None:
+    with pytest.raises(ValidationError, match=f"arguments has {words[0]}: a server answers for one replica only"):
+        settings(arguments=words)
+
+
 def test_experts_are_recorded_where_the_recipe_replays_them(tmp_path: Path) -> None:
     build("Qwen3-MoE").save_pretrained(tmp_path)
     facts = model_facts(str(tmp_path), "fp32")

@@ -281,6 +281,30 @@ async def test_adapters_are_merged_into_a_base_that_is_pulled_once(tmp_path: Pat
         assert source.took() == expected
 
 
+async def test_an_engine_that_holds_the_base_gets_the_adapter_alone(tmp_path: Path) -> None:
+    trainer, source = Trainer(tmp_path), Source(tmp_path)
+    trainer.publish(1)
+    puller = Puller(source)
+    low = {"up.lora_A": torch.full((2, 32), 0.1), "up.lora_B": torch.ones(128, 2)}
+    trainer.store.publish_adapter(Adapter(low, rank=2, alpha=4.0), 1, 0, 0)
+    pulled = await puller.pull(base=0)
+    assert pulled.adapter is not None
+    assert same(dict(pulled.adapter.tensors), low)
+    assert (pulled.adapter.rank, pulled.adapter.alpha, pulled.tensors, pulled.patch) == (2, 4.0, {}, None)
+    transfer = pulled.transfer
+    assert (transfer.version, transfer.base, transfer.kind, transfer.by_engine) == (1, 0, "adapter", True)
+    assert transfer.bytes == trainer.store.line().entries[1].full_bytes
+    assert "added by the engine" in str(transfer)
+    assert source.took() == [(1, "adapter.safetensors")], "the base is not read"
+    assert source.forgotten == [1]
+    for other in (1, -1, None):
+        merged_on_host = await puller.pull(base=other)
+        assert merged_on_host.adapter is None
+        assert same(dict(merged_on_host.tensors), trainer.store.pull(1))
+    trainer.store.rewind(0)
+    assert (await puller.pull(base=0)).adapter is None, "version 0 is whole"
+
+
 async def test_a_pull_that_is_cancelled_leaves_something_whole(tmp_path: Path) -> None:
     world = World(tmp_path)
     world.trainer.publish(1)
@@ -332,8 +356,12 @@ async def test_an_adapter_that_is_orphaned_on_the_way(tmp_path: Path) -> None:
         source.before = lambda version, name: None
         trainer.store.rewind(1)
 
-    source.before = rewind
-    assert (await Puller(source).pull()).version == 1
+    for base in (None, 0):
+        trainer.store.rewind(1)
+        version = max(trainer.store.versions()) + 1
+        trainer.store.publish_adapter(Adapter(low, rank=2, alpha=4.0), version, 1, 0)
+        source.before = rewind
+        assert (await Puller(source).pull(base=base)).version == 1
 
 
 async def test_what_a_new_node_fetches_is_told_and_not_pruned_under_it(tmp_path: Path) -> None:

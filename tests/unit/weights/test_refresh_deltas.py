@@ -13,7 +13,7 @@ from pull_world import Source, Trainer, Weights, same
 
 from rillflow.contracts import UNKNOWN, Deltas
 from rillflow.errors import EngineLost, RillflowError, WeightsError
-from rillflow.weights.codec import Adapter
+from rillflow.weights.codec import Adapter, merged
 from rillflow.weights.node_weights import NodeWeights, Step
 from rillflow.weights.pull import Puller
 from rillflow.weights.refresh import Refresher
@@ -145,6 +145,98 @@ async def test_adapters_are_merged_on_the_node(tmp_path: Path) -> None:
     assert await world.refresher.refresh()
     assert world.engine.took == ["whole"]
     assert not torch.equal(world.engine.held["up"], world.trainer.published[0]["up"])
+
+
+class Adder(Decoder):
+    """An engine that adds adapters to the base that it holds."""
+
+    base, adapters_refused, adapters_only = 0, "", False
+
+    async def apply_adapter(self, adapter: Adapter, base: int, version: int, probe: Any = None) -> None:
+        self.took.append("adapter")
+        trouble, self.trouble = self.trouble, None
+        if trouble is not None:
+            raise trouble
+        assert base == self.base
+        self.held, self.version = merged(self._store.pull(base), adapter), version
+
+    async def load(self, tensors: Any, version: int, probe: Any = None) -> None:
+        await super().load(tensors, version, probe)
+        self.base = version
+
+
+class LoraWorld(World):
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
+        self.adder = Adder(self.trainer)
+        self.adder.start()
+        engine: Any = self.adder
+        self.refresher = Refresher("p", engine, self.puller)
+
+    def publish(self) -> None:
+        version = max(self.trainer.store.versions()) + 1
+        low = {f"up.lora_{part}": torch.full(shape, 0.1 * version) for part, shape in (("A", (2, 32)), ("B", (128, 2)))}
+        self.trainer.store.publish_adapter(Adapter(low, 2, 4.0), version, self.trainer.store.head(), 0)
+
+    async def follow(self, count: int = 1) -> list[str]:
+        self.publish()
+        return await self.refresh()
+
+    async def refresh(self) -> list[str]:
+        assert await self.refresher.refresh()
+        head = self.trainer.store.head()
+        assert head is not None
+        assert self.adder.version == head
+        assert same(dict(self.adder.held), self.trainer.store.pull(head))
+        took, self.adder.took = self.adder.took, []
+        return took
+
+
+async def test_an_engine_that_adds_adapters_gets_them_alone(tmp_path: Path) -> None:
+    world = LoraWorld(tmp_path)
+    assert [await world.follow() for _ in range(3)] == [["adapter"]] * 3
+    assert {version for version, _ in world.source.took()} == {1, 2, 3}
+    assert world.puller._held.version is None, "the node holds no copy of the base"
+
+
+async def test_an_adapter_that_is_refused_is_merged_and_so_are_later_ones(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    world = LoraWorld(tmp_path)
+    world.adder.trouble = WeightsError("the server does not hold the adapter of up")
+    assert await world.follow() == ["adapter", "whole"]
+    assert "merging the adapter of version 1 on the node's host: the server does not hold" in caplog.text
+    assert await world.follow() == ["whole"], "its base is gone"
+    world.trainer.store.rewind(0)
+    assert await world.refresh() == ["whole"]
+    assert await world.follow() == ["adapter"]
+
+
+async def test_a_server_that_is_lost_with_an_adapter_gets_one_again(tmp_path: Path) -> None:
+    world = LoraWorld(tmp_path)
+    world.publish()
+    world.adder.trouble = EngineLost("it was killed")
+    assert not await world.refresher.refresh()
+    assert await world.refresh() == ["adapter", "adapter"]
+
+
+async def test_an_engine_that_takes_adapters_only_gets_nothing_else(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    world = LoraWorld(tmp_path)
+    world.adder.adapters_only = True
+    world.publish()
+    world.adder.trouble = WeightsError("the server does not hold the adapter of up")
+    assert not await world.refresher.refresh()
+    assert world.adder.took == ["adapter"]
+    assert "version 1 not loaded, version 0 goes on: the server does not hold" in caplog.text
+    assert await world.refresh() == ["adapter", "adapter"]
+
+
+async def test_adapters_are_merged_where_the_engine_refuses_them(tmp_path: Path) -> None:
+    world = LoraWorld(tmp_path)
+    world.adder.adapters_refused = "its server was not started with adapters"
+    assert await world.follow() == ["whole"]
 
 
 async def test_a_whole_version_is_pulled_where_deltas_take_more_bytes(tmp_path: Path) -> None:

@@ -96,6 +96,10 @@ class InPlaceEngine(ServerEngine):
     async def rewrite(self, method: str, argument: list[Any]) -> list[Any]:
         """Call a method of `rillflow_weights` that takes a list, on every rank; return what each answers."""
 
+    async def write(self, method: str, argument: list[Any]) -> list[Any]:
+        """Call a method that changes the server's weights."""
+        return await self.rewrite(method, argument)
+
     def learn_layout(self, answers: Sequence[Mapping[str, Any]]) -> None:
         """Take what every rank says of where weights live. ConfigError when they cannot be changed in place."""
         check_layout(self.model, answers)
@@ -112,7 +116,7 @@ class InPlaceEngine(ServerEngine):
 
     async def prepare_load(self, tensors: Tensors) -> Update:
         laid = await asyncio.to_thread(lay_whole, self.model.whole(tensors))
-        return LaidUpdate(self.model, laid, self.rewrite)
+        return LaidUpdate(self.model, laid, self.write)
 
     async def prepare_patch(self, patch: Patch) -> Update:
         changes = self.model.changes(patch)
@@ -121,13 +125,13 @@ class InPlaceEngine(ServerEngine):
         if set(known) != set(changes):
             raise WeightsError("a patch without fingerprints of all it changes", "load the whole weights")
         laid = await asyncio.to_thread(lay_changes, changes, known)
-        return LaidUpdate(self.model, laid, self.rewrite)
+        return LaidUpdate(self.model, laid, self.write)
 
     async def apply_deltas(self, deltas: Deltas, version: int, probe: Probe | None = None) -> None:
         self._check_up()
         self._check_base(deltas)
         ahead = self.DECODES_AHEAD
-        update = await asyncio.to_thread(DeltaUpdate, self.model, deltas, self.rewrite, ahead=ahead)
+        update = await asyncio.to_thread(DeltaUpdate, self.model, deltas, self.write, ahead=ahead)
         await self._change(update, version, probe, lambda: self._check_base(deltas))
 
     async def put_initial(self) -> None:

@@ -8,6 +8,8 @@ Seeds are passed on only with `engine.server.seeded`: vLLM's seeds are expensive
 cut. vLLM returns the log-probs of the distribution that it drew from; `inside.rillflow_logprobs` adds the model's own
 where they differ. With a grammar the whole answer is scored as a prompt instead: it is delivered when it is complete,
 and an answer that new weights cut is sampled again from its beginning.
+
+Every request names the adapter of its version, if that is one (`adding`).
 """
 
 from __future__ import annotations
@@ -27,8 +29,9 @@ from rillflow.config.policy import EngineConfig
 from rillflow.contracts import Clock
 from rillflow.engine.experts import pack
 from rillflow.engine.servers import vllm_server as server
+from rillflow.engine.servers.adapters import AdapterPlan
+from rillflow.engine.servers.adding import AddingEngine
 from rillflow.engine.servers.calls import Part, is_scored, needs_both
-from rillflow.engine.servers.in_place import InPlaceEngine
 from rillflow.engine.servers.inside import rillflow_channel
 from rillflow.engine.servers.inside.rillflow_channel import LOST
 from rillflow.engine.servers.process import ServerProcess, free_port
@@ -45,8 +48,8 @@ _STALL_SECONDS = 600.0  # without a token of an answer: vLLM's own queue is part
 _FINISHES: Mapping[str, FinishReason] = {"stop": "stop", "length": "length", "abort": "abort"}
 
 
-class VllmEngine(InPlaceEngine):
-    """Starts and supervises a vLLM server, or uses one that runs."""
+class VllmEngine(AddingEngine):
+    """Starts and supervises a vLLM server, alone or with the engines of other policies, or uses one that runs."""
 
     PRODUCT = "vLLM"
     DECODES_AHEAD = True
@@ -59,20 +62,19 @@ class VllmEngine(InPlaceEngine):
         logs: Path | None = None,
         clock: Clock | None = None,
         record: bool = False,
+        adapters: AdapterPlan | None = None,
     ) -> None:
-        """With `record`, answers come with the experts that a mixture chose for each token."""
-        super().__init__(model, settings, logs=logs, clock=clock)
+        """With `record`, answers come with the experts that a mixture chose for each token; with `adapters`, versions
+        that are adapters are not merged."""
+        super().__init__(model, settings, logs=logs, clock=clock, adapters=adapters)
         self._record = record
         self._channel: ChannelClient | None = None
 
     # ------------------------------------------------------------ the server
 
     async def bring_up(self) -> None:
-        if self.settings.server.url is None:
-            url, token = await self._start()
-        else:
-            url, token = server.running_server(self.settings)
-        await self._wait_healthy(url)
+        url, token = await self._reach()
+        self.begin_with_base()
         self._channel = ChannelClient(url, token)
         await self._channel.open()
         await self._learn_layout()
@@ -81,12 +83,35 @@ class VllmEngine(InPlaceEngine):
         await self._try()
         if self.settings.server.url is not None:  # whatever it served before
             await self.put_initial()
+            self.begin_with_base()
+
+    async def _reach(self) -> tuple[str, str]:
+        """Start a server, or find the one that runs; return its URL and token once it is healthy."""
+        if self.settings.server.url is not None:
+            url, token = server.running_server(self.settings)
+            await self._wait_healthy(url)
+            return url, token
+        return await (self.start_server() if self.shared is None else self.shared.join(self))
+
+    async def start_server(self) -> tuple[str, str]:
+        """Start a server, without adapters if it ends because of them."""
+        url, token = await self._start()
+        try:
+            await self._wait_healthy(url)
+        except EngineLost:
+            cause = self.process.cause() if self.process is not None else ""
+            if self.plan is None or "lora" not in cause.lower():
+                raise
+            self.refuse_adapters(f"vLLM cannot serve this model with adapters: {cause}")
+            await self.tear_down()
+            return await self.start_server()
+        return url, token
 
     async def _start(self) -> tuple[str, str]:
         port, token = free_port(), secrets.token_urlsafe(32)
         logs = self._logs or Path(tempfile.mkdtemp(prefix="rillflow-vllm-"))
         process = ServerProcess(
-            server.command(self.model, self.settings, port, record=self._record),
+            server.command(self.model, self.settings, port, record=self._record, adapters=self.plan),
             environment=server.environment(self.settings, token),
             log=logs / f"vllm-{port}.log",
         )
@@ -109,6 +134,7 @@ class VllmEngine(InPlaceEngine):
                 f"its loader cannot be followed: {error.message}", "this model cannot be trained with vLLM"
             ) from error
         self.learn_layout(layout)
+        self.check_room([answer["adapters"] for answer in layout])
 
     async def _try(self) -> None:
         """Let the server read two tokens: some models load, and end it when it computes with them."""
@@ -128,7 +154,9 @@ class VllmEngine(InPlaceEngine):
     async def tear_down(self) -> None:
         if self._channel is not None:
             await self._channel.close()
-        if self.process is not None:
+        if self.shared is not None:
+            await self.shared.leave(self, closing=self._closed)
+        elif self.process is not None:
             await self.process.stop()
 
     async def _call(self, what: str, *arguments: Any, deadline: float) -> Any:
@@ -155,6 +183,7 @@ class VllmEngine(InPlaceEngine):
             grammar=None if asked.grammar is None else (asked.grammar.kind, asked.grammar.text),
             scored=is_scored(asked),
             both=needs_both(asked),
+            adapter=self.adapter,
         )
         first, chosen = True, _Chosen()
         try:
@@ -189,7 +218,7 @@ class VllmEngine(InPlaceEngine):
 
     async def scores(self, prompts: Sequence[Sequence[int]], version: int) -> list[list[float]]:
         scored: list[list[float]] = await self._call(
-            "score", prompts, self.probe_salt(version), deadline=_WEIGHTS_SECONDS
+            "score", prompts, self.probe_salt(version), self.adapter, deadline=_WEIGHTS_SECONDS
         )
         return scored
 
@@ -203,14 +232,16 @@ class VllmEngine(InPlaceEngine):
         return room - 1
 
     async def cut(self) -> None:
-        await self._call("pause", deadline=_CONTROL_SECONDS)
+        # Other policies' answers go on in a server that is shared.
+        await self._call("pause" if self.shared is None else "cut", deadline=_CONTROL_SECONDS)
 
     async def go_on(self) -> None:
-        await self._call("resume", deadline=_CONTROL_SECONDS)
+        if self.shared is None:
+            await self._call("resume", deadline=_CONTROL_SECONDS)
 
     async def sleep(self) -> bool:
         """vLLM's sleep mode (`--enable-sleep-mode`): weights go to the host's memory, cached keys and values go."""
-        return bool(await self._call("sleep", deadline=_WEIGHTS_SECONDS))
+        return self.shared is None and bool(await self._call("sleep", deadline=_WEIGHTS_SECONDS))
 
     async def wake(self) -> None:
         await self._call("wake", deadline=_WEIGHTS_SECONDS)
@@ -220,6 +251,9 @@ class VllmEngine(InPlaceEngine):
     async def rewrite(self, method: str, argument: list[Any]) -> list[Any]:
         answers: list[Any] = await self._call(method, argument, deadline=_WEIGHTS_SECONDS)
         return answers
+
+    async def call_adapters(self, what: str, *arguments: Any) -> Any:
+        return await self._call(what, *arguments, deadline=_WEIGHTS_SECONDS)
 
 
 class _Chosen:

@@ -18,6 +18,7 @@ import aiohttp
 import msgspec
 
 from rillflow.config.policy import EngineConfig
+from rillflow.engine.servers.adapters import AdapterPlan
 from rillflow.engine.servers.inside.rillflow_channel import (
     PATH,
     SHUT,
@@ -51,12 +52,21 @@ _INVARIANT_BELOW = 256
 _SEEDED = ("--attention-backend", "TRITON_ATTN", "--no-enable-prefix-caching", "--enforce-eager")
 
 
-def command(model: ModelFacts, settings: EngineConfig, port: int, *, record: bool = False) -> list[str]:
-    """Return the words that start a server. With `record` it returns the experts that a mixture chooses."""
+def command(
+    model: ModelFacts,
+    settings: EngineConfig,
+    port: int,
+    *,
+    record: bool = False,
+    adapters: AdapterPlan | None = None,
+) -> list[str]:
+    """Return the words that start a server. With `record` it returns the experts that a mixture chooses; with
+    `adapters` it can add them to its weights."""
     server = settings.server
     cpu = pick_device(settings.device).type == "cpu"
     invariant = server.seeded and not cpu
-    slots = min(settings.slots, _INVARIANT_BELOW - 1) if invariant else settings.slots
+    slots = settings.slots * (1 if adapters is None else adapters.policies)
+    slots = min(slots, _INVARIANT_BELOW - 1) if invariant else slots
     return [
         server.python,
         *("-m", "vllm.entrypoints.openai.api_server"),
@@ -81,6 +91,7 @@ def command(model: ModelFacts, settings: EngineConfig, port: int, *, record: boo
         *(["--moe-backend", "triton"] if model.router_layers and not cpu else []),  # others store weights reordered
         *(["--enable-return-routed-experts"] if record else []),
         *([*_SEEDED, "--max-num-batched-tokens", str(_INVARIANT_BELOW - 1)] if invariant else []),
+        *(adapters.arguments(cpu=cpu) if adapters is not None else []),
         *server.arguments,
     ]
 

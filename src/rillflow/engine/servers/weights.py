@@ -61,7 +61,8 @@ class Piece(NamedTuple):
 class ModelFacts:
     """A model as its published weights are named: `aliases` has, for every name, the first one of the same tensor.
     `router_layers` are the numbers of the layers that have a router of experts. `pieces` are those of the tensors that
-    checkpoints name otherwise, such as stacks of experts, which they have expert by expert."""
+    checkpoints name otherwise, such as stacks of experts, which they have expert by expert. `linears` are the names of
+    the linear layers but the head."""
 
     folder: Path
     dtype: Dtype
@@ -70,6 +71,7 @@ class ModelFacts:
     aliases: Mapping[str, str]
     router_layers: tuple[int, ...] = ()
     pieces: Mapping[str, Sequence[Piece]] = field(default_factory=dict)
+    linears: tuple[str, ...] = ()
 
     def whole(self, tensors: Tensors) -> dict[str, torch.Tensor]:
         """Return all weights, each tensor once. Raise WeightsError when they are not those of this model."""
@@ -144,7 +146,11 @@ def model_facts(name: str, dtype: Dtype) -> ModelFacts:
     routers = {id(router) for router in routers_of(model)}
     layers = tuple(_layer(name) for name, module in model.named_modules() if id(module) in routers)
     pieces = _pieces(model, once)
-    return ModelFacts(folder, dtype, config.get_text_config().vocab_size, shapes, aliases, layers, pieces)
+    head = model.get_output_embeddings()
+    linears = tuple(
+        name for name, module in model.named_modules() if type(module) is torch.nn.Linear and module is not head
+    )
+    return ModelFacts(folder, dtype, config.get_text_config().vocab_size, shapes, aliases, layers, pieces, linears)
 
 
 class _CopiesShare(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -282,14 +288,14 @@ class Laid(NamedTuple):
 
 def lay_whole(tensors: Mapping[str, torch.Tensor]) -> Laid:
     fingerprints = {name: fingerprint(tensor) for name, tensor in tensors.items()}
-    return Laid(*_written(tensors), "rillflow_load", fingerprints)
+    return Laid(*written(tensors), "rillflow_load", fingerprints)
 
 
 def lay_changes(changes: Mapping[str, Change], fingerprints: Mapping[str, int]) -> Laid:
     """Write the changes; tensors without a change are left out."""
     changes = {name: change for name, change in changes.items() if change.value_K.numel()}
     expected = {name: value for name, value in fingerprints.items() if name in changes}
-    return Laid(*_written(dict(_entries(changes))), "rillflow_patch", expected)
+    return Laid(*written(dict(_entries(changes))), "rillflow_patch", expected)
 
 
 def _entries(changes: Mapping[str, Change]) -> Iterator[tuple[str, torch.Tensor]]:
@@ -300,14 +306,15 @@ def _entries(changes: Mapping[str, Change]) -> Iterator[tuple[str, torch.Tensor]
             yield f"{name}:index", index_K.to(torch.int32) if small else index_K
 
 
-def _written(tensors: Mapping[str, torch.Tensor]) -> tuple[Path, list[IO[bytes]]]:
+def written(tensors: Mapping[str, torch.Tensor], stem: str = "model") -> tuple[Path, list[IO[bytes]]]:
+    """Write safetensors files into a new folder, in memory where it has room. Return the folder and the open files."""
     _sweep()
     size = sum(tensor.nbytes for tensor in tensors.values())
     memory = _SHARED_MEMORY.is_dir() and shutil.disk_usage(_SHARED_MEMORY).free > 2 * size
     folder = Path(tempfile.mkdtemp(prefix=f"rillflow-{os.getpid()}-", dir=_SHARED_MEMORY if memory else None))
     files: list[IO[bytes]] = []
     try:
-        for name, pieces in codec.encode(tensors):
+        for name, pieces in codec.encode(tensors, stem):
             files.append(open(folder / name, "wb"))  # noqa: SIM115 - it stays open: with it goes the lock
             fcntl.flock(files[-1], fcntl.LOCK_EX)
             files[-1].writelines(pieces)

@@ -34,6 +34,8 @@ class Ask(msgspec.Struct, array_like=True, tag="ask"):
     """Sample after `tokens`. The log-probs are of the distribution that is sampled from; with `both` also of the
     model's own, which `rillflow_logprobs` computes in the same step.
 
+    With an `adapter`, its number in the server, that is added to the weights.
+
     An answer that is `scored` comes as a whole, in one part, and then has both: it is for a `grammar` (its kind and its
     text), which masks logits before that code sees them.
     """
@@ -50,6 +52,7 @@ class Ask(msgspec.Struct, array_like=True, tag="ask"):
     grammar: tuple[str, str] | None = None
     scored: bool = False
     both: bool = False
+    adapter: int = 0
 
 
 class Drop(msgspec.Struct, array_like=True, tag="drop"):
@@ -59,7 +62,9 @@ class Drop(msgspec.Struct, array_like=True, tag="drop"):
 
 
 class Control(msgspec.Struct, array_like=True, tag="control"):
-    """`pause`, `resume`, `score` (prompts, salt), or a method of all workers (`rillflow_…`) with its arguments."""
+    """`pause`, `resume`, `cut` (ends the answers of this connection alone; later ones are sampled), `sleep`, `wake`,
+    `score` (prompts, salt, adapter), `add_adapter` (number, folder), `drop_adapter` (number), or a method of all
+    workers (`rillflow_…`) with its arguments."""
 
     id: int
     what: str
@@ -210,7 +215,10 @@ class _Connection:
 
     async def _parts(self, ask: Ask) -> AsyncGenerator[Part]:
         prompt = {"type": "token", "prompt_token_ids": ask.tokens, "cache_salt": ask.salt}
-        async for output in self._engine.generate(prompt, self._sampling(ask), self._name(ask.id)):
+        adapter = self._adapter(ask.adapter)
+        async for output in self._engine.generate(
+            prompt, self._sampling(ask), self._name(ask.id), lora_request=adapter
+        ):
             part = output.outputs[0]
             chosen = getattr(part, "routed_experts", None)  # with the last part, if vLLM records them
             if chosen is not None:
@@ -234,18 +242,19 @@ class _Connection:
             whole.finish = part.finish or "abort"
         if whole.finish != "abort":
             name = self._name(ask.id) + "-scored"
-            whole.raw = await self._scores([*ask.tokens, *whole.tokens], len(whole.tokens), ask.salt, name)
+            tokens = [*ask.tokens, *whole.tokens]
+            whole.raw = await self._scores(tokens, len(whole.tokens), ask.salt, ask.adapter, name)
         return whole if whole.raw else Part(ask.id, [], [], "abort")
 
-    async def _score_all(self, control: int, prompts: list[list[int]], salt: str) -> list[list[float]]:
+    async def _score_all(self, control: int, prompts: list[list[int]], salt: str, adapter: int = 0) -> Any:
         """Return the scores of each prompt's tokens but the first. vLLM computes all of them in one step."""
         asked = [
-            self._scores(prompt, len(prompt) - 1, salt, f"{self._name(control)}-{place}")
+            self._scores(prompt, len(prompt) - 1, salt, adapter, f"{self._name(control)}-{place}")
             for place, prompt in enumerate(prompts)
         ]
         return await asyncio.gather(*asked)
 
-    async def _scores(self, tokens: list[int], last: int, salt: str, name: str) -> list[float]:
+    async def _scores(self, tokens: list[int], last: int, salt: str, adapter: int, name: str) -> list[float]:
         """Return the model's own log-probs of the `last` tokens, as those of a prompt; none if that was cut."""
         prompt = {"type": "token", "prompt_token_ids": tokens, "cache_salt": salt}
         params = self._params.SamplingParams(
@@ -256,7 +265,7 @@ class _Connection:
             detokenize=False,
             output_kind=self._params.RequestOutputKind.FINAL_ONLY,
         )
-        async for output in self._engine.generate(prompt, params, name):
+        async for output in self._engine.generate(prompt, params, name, lora_request=self._adapter(adapter)):
             if output.finished and output.outputs[0].finish_reason == "length" and output.prompt_logprobs:
                 rows = list(output.prompt_logprobs)[-last:]
                 return [row[token].logprob for row, token in zip(rows, tokens[-last:], strict=True)]
@@ -286,6 +295,14 @@ class _Connection:
     def _name(self, number: int) -> str:
         return f"rillflow-{id(self):x}-{number}"
 
+    def _adapter(self, number: int, folder: str = "") -> Any:
+        """Return what a request says of its adapter. The folder matters only when an adapter is added: vLLM looks a
+        loaded one up by its number."""
+        if not number:
+            return None
+        request = importlib.import_module("vllm.lora.request").LoRARequest
+        return request(f"rillflow-{number}", number, folder or f"/rillflow/adapter/{number}")
+
     # ------------------------------------------------------------ control
 
     async def _control(self, message: Control) -> None:
@@ -293,6 +310,8 @@ class _Connection:
             result: Any = None
             if message.what == "pause":
                 await self._pause()
+            elif message.what == "cut":
+                await self._cut(dict(self._asks))
             elif message.what == "resume":
                 await self._engine.resume_generation()
             elif message.what == "sleep":
@@ -303,6 +322,10 @@ class _Connection:
                 await self._engine.wake_up()
             elif message.what == "score":
                 result = await self._score_all(message.id, *message.arguments)
+            elif message.what == "add_adapter":
+                result = await self._engine.add_lora(self._adapter(*message.arguments))
+            elif message.what == "drop_adapter":
+                result = await self._engine.remove_lora(*message.arguments)
             elif message.what.startswith("rillflow_"):
                 result = await self._engine.collective_rpc(message.what, args=tuple(message.arguments))
             else:
@@ -316,6 +339,9 @@ class _Connection:
         a request that vLLM does not know yet has sampled nothing and is cancelled."""
         tasks = dict(self._asks)
         await self._engine.pause_generation(mode="abort", clear_cache=False)
+        await self._cut(tasks)
+
+    async def _cut(self, tasks: dict[int, asyncio.Task[None]]) -> None:
         if any(not task.done() for task in tasks.values()):
             await self._engine.abort([self._name(number) for number, task in tasks.items() if not task.done()])
             await asyncio.wait(tasks.values(), timeout=_CUT_SECONDS)

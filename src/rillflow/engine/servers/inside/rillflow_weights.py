@@ -16,6 +16,7 @@ import json
 import math
 import mmap
 import os
+import re
 import struct
 import threading
 import time
@@ -27,13 +28,14 @@ from typing import Any
 import torch
 
 # Inside a server this folder is on the path; in Rillflow it is part of a package.
-_delta, _logprobs, _places = (
+_adapters, _delta, _logprobs, _places = (
     importlib.import_module(f"{__package__}.{name}" if __package__ else name)
-    for name in ("rillflow_delta", "rillflow_logprobs", "rillflow_places")
+    for name in ("rillflow_adapters", "rillflow_delta", "rillflow_logprobs", "rillflow_places")
 )
 
 _AHEAD = 256 << 20  # bytes of new weights that are kept until they are written
 _UPLOAD = 256 << 20  # bytes of a file that is copied to the device in one go
+_PEFT = re.compile(r"^base_model\.model\.|\.weight$")  # what peft adds to the names of an adapter's tensors
 _DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16, "I64": torch.int64, "I32": torch.int32}
 
 
@@ -51,7 +53,7 @@ class RillflowWorker:
         wanted = getattr(torch, dtype)
         sources = {name: torch.empty(shape, dtype=wanted, device="meta") for name, shape in shapes.items()}
         recorder = _places.Recorder(sources, model)
-        with recorder, torch.no_grad():
+        with _adapters.unwrapped(model), recorder, torch.no_grad():
             model.load_weights(_given(sources, pieces or {}))  # type: ignore[operator]
         recorder.places = {name: _places.join(places) for name, places in recorder.places.items()}
         self.rillflow_places = recorder.places
@@ -68,7 +70,18 @@ class RillflowWorker:
                 for name, parameter in model.named_parameters()
                 if parameter.numel() and parameter.untyped_storage().data_ptr() not in held
             ),
+            "adapters": _adapters.capacity(model),
         }
+
+    def rillflow_adapter(self, number: int, path: str) -> list[str]:
+        """Return the layers that do not hold their part of the adapter of this number; `path` is its safetensors
+        file."""
+        model: torch.nn.Module = self.model_runner.model  # type: ignore[attr-defined]
+        file = _File(path)
+        with torch.no_grad():
+            tensors = {_PEFT.sub("", name): file.read(name, torch.device("cpu")) for name in file.tensors}
+            wrong: list[str] = _adapters.wrong_layers(model, number, tensors)
+        return wrong
 
     def rillflow_return_raw_logprobs(self) -> None:
         """Let vLLM's sampler return the model's own log-probs too, where a request asks for them."""
