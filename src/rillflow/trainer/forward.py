@@ -243,8 +243,11 @@ class Routing:
         return logits_PE, weigh(logits_PE, index_PK).to(weight_PK.dtype), index_PK
 
 
+@torch.no_grad()
 def _rule(router: nn.Module, logits_PE: torch.Tensor, weight_PK: torch.Tensor, own_PK: torch.Tensor) -> Weigh:
-    """Return how this router weighs the experts that it has chosen; ConfigError if it is neither of two known ways."""
+    """Return how this router weighs the experts that it has chosen; ConfigError if it is neither of two known ways.
+
+    Without gradient: a layer that is recomputed in backward must save there what it saved in its forward pass."""
     for rule in (_among_chosen, _among_all):
         apart = (rule(logits_PE, own_PK) - weight_PK.float()).abs().max() / weight_PK.float().abs().max()
         if apart <= _CLOSE:

@@ -31,7 +31,6 @@ import torch.distributed as dist
 from torch.nn.functional import pad
 
 from rillflow.config import TrainerConfig
-from rillflow.engine.experts import UNKNOWN
 from rillflow.errors import ConfigError
 from rillflow.trainer.parallel import Peers
 
@@ -40,6 +39,7 @@ if TYPE_CHECKING:
     from rillflow.trainer.attention.kernels import Heads
     from rillflow.trainer.packing import Layout, MicroBatch
 
+_UNKNOWN = -1  # in a layout, in place of an expert that was not recorded
 _PATIENCE = timedelta(seconds=600)  # for a rank of the team, in one exchange
 # By name: arguments of operators cannot be groups.
 _GROUPS: dict[str, dist.ProcessGroup] = {}
@@ -154,7 +154,7 @@ class Context:
             tokens_P=pad(layout.tokens_P, (0, more)),
             position_P=pad(layout.position_P, (0, more)),
             length_S=length_S,
-            experts_PW=None if experts_PW is None else pad(experts_PW, (0, 0, 0, more), value=UNKNOWN),
+            experts_PW=None if experts_PW is None else pad(experts_PW, (0, 0, 0, more), value=_UNKNOWN),
         )
 
     def own(self, of_P: torch.Tensor) -> torch.Tensor:

@@ -71,13 +71,18 @@ def same_steps(peers: Peers, model: Callable[[], PreTrainedModel], rows: list[Ro
 def algorithms_and_shards(peers: Peers, size: int) -> None:
     rows = [random_rows(seed, longest=30) for seed in (1, 2)]
 
+    def model() -> PreTrainedModel:
+        return small_model() if size == 2 else grouped_model(dtype=torch.float32)
+
     def same(**settings: Any) -> None:
-        same_steps(peers, lambda: small_model(tied=not settings.get("updates")), rows, context_ranks=size, **settings)
+        same_steps(peers, model, rows, context_ranks=size, **settings)
 
     same()
     same(sharding="fsdp", algorithm="gspo", trees=True)
     same(sharding="fsdp", accumulate="whole", recompute=True, entropy=0.01)
-    same(algorithm="ppo", critic={"lr": 2e-3}, kl={"reference": "small"})
+    if size == 2:  # the heads of critic and reference
+        same(algorithm="ppo", critic={"lr": 2e-3}, kl={"reference": "small"})
+        same(sharding="fsdp", algorithm="ppo", critic={"lr": 2e-3}, kl={"reference": "small"})
     same(sharding="fsdp", algorithm="m2po", m2_variant="mask", m2_threshold=0.02, updates=2, truncate=2.0)
     same(lora=LoraConfig(rank=3), recompute=True)
     same(sharding="fsdp", lora=LoraConfig(rank=3), trees=True)
@@ -86,7 +91,7 @@ def algorithms_and_shards(peers: Peers, size: int) -> None:
 
 
 def kept_values_are_reported_once(peers: Peers, size: int) -> None:
-    worker = worker_of(small_model(), peers, context_ranks=size, ranks=peers.size)
+    worker = worker_of(grouped_model(dtype=torch.float32), peers, context_ranks=size, ranks=peers.size)
     rows = random_rows(3)
     rows.kept_R[:] = np.arange(1, 1 + len(rows.kept_R))
     worker.step([own_rows(rows, in_teams(peers, TrainerConfig(context_ranks=size, ranks=peers.size)))])
@@ -145,12 +150,13 @@ def families(peers: Peers, size: int) -> list[str]:
 
 def experts_are_balanced_and_replayed(peers: Peers, size: int) -> None:
     rows = rows_of([list(range(1 + n, 20 + 2 * n)) for n in range(6)])
-    tokens = len(rows.tokens_N)
-    chosen_NW = np.random.default_rng(3).permuted(np.tile(np.arange(4, dtype=np.int16), (tokens, 2)), axis=1)[:, :4]
+    drawn = np.random.default_rng(3)
+    chosen_NW = np.array([[*drawn.permutation(4)[:2], *drawn.permutation(4)[:2]] for _ in rows.tokens_N], "<u2")
+    recorded = Databuffer(rows).adding({EXPERTS: chosen_NW.view("V8")[:, 0]})
     for settings in ({"router_loss": 0.5}, {"router_loss": 0.5, "replay_routing": True, "recompute": True}):
         config = TrainerConfig(context_ranks=size, ranks=peers.size, **settings)
         one, model = (prepared(build("Qwen3-MoE"), config) for _ in range(2))
-        data = Databuffer(rows).adding({EXPERTS: np.ascontiguousarray(chosen_NW)}) if len(settings) > 1 else Databuffer(rows)
+        data = recorded if config.replay_routing else Databuffer(rows)
         plain, ours = PolicyForward(one, config), PolicyForward(model, config, context=Context.of(config, peers))
         for forward in (plain, ours):
             for make in micro_batches(data, [], 70, device=CPU):
