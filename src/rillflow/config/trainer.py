@@ -307,16 +307,6 @@ class TrainerConfig(AlgorithmConfig):
             raise ValueError("updates cannot be more than batch_groups: each update needs a group")
         if (self.router_loss or self.replay_routing) and self.compile:
             raise ValueError("router_loss and replay_routing need compile: false")
-        if self.optimizer != "adamw" and self.sharding == "fsdp":
-            raise ValueError(f"optimizer: {self.optimizer} needs sharding: none, because it must see whole matrices")
-        if self.sharding == "none" and (self.copies > 1 or self.accumulate != "sharded"):
-            raise ValueError("copies and accumulate belong to sharding: fsdp")
-        if self.ranks % self.copies:
-            raise ValueError(f"ranks ({self.ranks}) must be a multiple of copies ({self.copies})")
-        if self.ranks % self.context_ranks:
-            raise ValueError(f"ranks ({self.ranks}) must be a multiple of context_ranks ({self.context_ranks})")
-        if self.context_ranks > 1 and self.attention == "padded":
-            raise ValueError("context_ranks shares packed rows: remove attention: padded")
         if (self.schedule == "wsd") != (self.decay_steps is not None):
             raise ValueError("decay_steps belongs to schedule: wsd, which needs it")
         if self.schedule == "constant" and self.min_lr:
@@ -331,4 +321,18 @@ class TrainerConfig(AlgorithmConfig):
             first, _, last = self.profile.partition("-")
             if not 0 <= int(last or first) - int(first) < _MOST_PROFILED:
                 raise ValueError(f"profile: {self.profile} must be one to {_MOST_PROFILED} steps, the first one first")
+        return self
+
+    @model_validator(mode="after")
+    def _shared(self) -> TrainerConfig:
+        """Check what ranks share: the model, or the tokens of a micro-batch."""
+        if self.optimizer != "adamw" and self.sharding == "fsdp":
+            raise ValueError(f"optimizer: {self.optimizer} needs sharding: none, because it must see whole matrices")
+        if self.sharding == "none" and (self.copies > 1 or self.accumulate != "sharded"):
+            raise ValueError("copies and accumulate belong to sharding: fsdp")
+        for name, each in (("copies", self.copies), ("context_ranks", self.context_ranks)):
+            if self.ranks % each:
+                raise ValueError(f"ranks ({self.ranks}) must be a multiple of {name} ({each})")
+        if self.context_ranks > 1 and self.attention == "padded":
+            raise ValueError("context_ranks shares packed rows: remove attention: padded")
         return self

@@ -169,11 +169,15 @@ def test_models_whose_heads_or_rows_cannot_be_shared_are_refused(forward: Any, m
 
 
 def test_other_models_are_not_asked_for_their_heads() -> None:
-    PolicyForward(small_model(), TrainerConfig(ranks=3, context_ranks=3))
+    PolicyForward(small_model().to(torch.bfloat16), TrainerConfig(ranks=3, context_ranks=3, dtype="bf16"))
 
 
 def test_a_node_has_at_most_as_many_holders_as_there_are_teams() -> None:
-    nodes = [*builtin(TrainerConfig())[:-2], NodeConfig(function="train_actor", ranks=3), NodeConfig(function="publish")]
+    nodes = [
+        *builtin(TrainerConfig())[:-2],
+        NodeConfig(function="train_actor", ranks=3),
+        NodeConfig(function="publish"),
+    ]
     with pytest.raises(GraphError, match="wants its data on 3 ranks, but the trainer has 2"):
         chain_of(TrainerConfig(ranks=4, context_ranks=2, graph=nodes))
     assert chain_of(TrainerConfig(ranks=6, context_ranks=2, graph=nodes)).nodes[-2].ranks == 3
