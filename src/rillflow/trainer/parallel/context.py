@@ -125,7 +125,7 @@ class Context:
                 f"{peers.size} ranks cannot form teams of {size}",
                 "set trainer.ranks to a multiple of trainer.context_ranks",
             )
-        group, _ = dist.new_subgroups(size, timeout=_PATIENCE)
+        group, _ = dist.new_subgroups(size, timeout=_PATIENCE)  # type: ignore[no-untyped-call]
         _GROUPS[group.group_name] = group
         return cls(peers.rank % size, size, group.group_name)
 
@@ -166,7 +166,7 @@ class Context:
         chosen_PW = self.padded(layout).experts_PW
         return None if chosen_PW is None else self.own(chosen_PW)
 
-    def exchanging(self, attention: Attention) -> Attention:
+    def exchanging(self, attention: Attention) -> Attention | Exchanging:
         """Return the attention of a whole pack as one that is given this rank's tokens."""
         return attention if self.size == 1 else Exchanging(attention, self.size, self.group)
 
@@ -228,7 +228,7 @@ class Exchanging(NamedTuple):
         split = own_PF.split([part.shape[-1] for part in parts], -1)
         query, key, value = (part.unflatten(-1, (-1, size)) for part, size in zip(split, sizes, strict=True))
         out = self.attention(heads._replace(query=query, key=key, value=value), scale)
-        back_IRF = _exchange(out.reshape(tokens, self.ranks, -1), self.group)
+        back_IRF: torch.Tensor = _exchange(out.reshape(tokens, self.ranks, -1), self.group)
         return back_IRF.view(tokens, query_heads, -1)
 
     def _of_ranks(self, part_IHD: torch.Tensor) -> torch.Tensor:
