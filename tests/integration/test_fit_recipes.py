@@ -89,18 +89,24 @@ def test_a_killed_run_ends_as_if_it_had_not_been(cli: Cli) -> None:
 @pytest.mark.slow
 @pytest.mark.soak
 @pytest.mark.parametrize(
-    ("recipe", "sharding"),
+    ("recipe", "shared"),
     repetitions(
-        [("sft", "none"), ("process_reward", "fsdp")],
-        [("sft", "none"), ("reward_model", "none"), ("process_reward", "fsdp")],
+        [("sft", "sharding=none"), ("process_reward", "sharding=fsdp"), ("sft", "context_ranks=2")],
+        [
+            ("sft", "sharding=none"),
+            ("reward_model", "sharding=none"),
+            ("process_reward", "sharding=fsdp"),
+            ("sft", "context_ranks=2"),
+            ("reward_model", "context_ranks=2"),
+        ],
     ),
 )
-def test_two_ranks_have_the_curve_of_one(cli: Cli, recipe: str, sharding: str) -> None:
+def test_two_ranks_have_the_curve_of_one(cli: Cli, recipe: str, shared: str) -> None:
     settings = (*SHORT, FEW, "trainer.steps=4")
     result = CliRunner().invoke(app, ["fit", recipe, *settings, "--runs", str(cli.cwd / "one")])  # no process to start
     assert result.exit_code == 0, result.output
     (one,) = (cli.cwd / "one").iterdir()
-    two = cli.run("fit", recipe, *settings, "trainer.ranks=2", f"trainer.sharding={sharding}", seconds=600).folder
+    two = cli.run("fit", recipe, *settings, "trainer.ranks=2", f"trainer.{shared}", seconds=600).folder
     curves = [[line["loss"] for line in lines(folder)] for folder in (one, two)]
     assert curves[1] == pytest.approx(curves[0], rel=1e-4, abs=1e-6)
     assert (two / "model" / "config.json").is_file()

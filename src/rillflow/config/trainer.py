@@ -145,8 +145,8 @@ class AlgorithmConfig(Section):
 
 # Options that only the backend rillflow has.
 _OWN = (
-    "ranks", "sharding", "copies", "accumulate", "attention", "trees", "compile", "lora", "optimizer", "router_loss",
-    "replay_routing",
+    "ranks", "sharding", "copies", "accumulate", "context_ranks", "attention", "trees", "compile", "lora", "optimizer",
+    "router_loss", "replay_routing",
 )  # fmt: skip
 _MOST_PROFILED = 20  # steps: a profile is held in memory until its last step
 
@@ -248,6 +248,11 @@ class TrainerConfig(AlgorithmConfig):
         description="gradients of a sharded model between micro-batches: reduced after each, or only after the last; "
         "whole sends fewer messages and keeps a whole gradient on every rank",
     )
+    context_ranks: Positive = Field(
+        1,
+        description="ranks that share the tokens of each micro-batch (context parallel), for rows too long for one of "
+        "them; it divides ranks and the model's attention heads",
+    )
     attention: Literal["auto", "padded", "sdpa", "varlen", "cudnn", "flex"] = Field(
         "auto",
         description="padded runs any model; sdpa, varlen (GPU), cudnn (GPU: varlen, and cuDNN's kernel where one row "
@@ -284,6 +289,16 @@ class TrainerConfig(AlgorithmConfig):
         "RUN/profiles/POLICY",
     )
 
+    @property
+    def teams(self) -> int:
+        """Return among how many ranks, or teams of ranks that share micro-batches, a batch is divided."""
+        return self.ranks // self.context_ranks
+
+    @property
+    def lockstep(self) -> bool:
+        """True if ranks compute together within a pass, so that all of them must run equally many."""
+        return self.sharding == "fsdp" or self.context_ranks > 1
+
     @model_validator(mode="after")
     def _fits(self) -> TrainerConfig:
         if self.graph is not None and self.nodes:
@@ -292,12 +307,6 @@ class TrainerConfig(AlgorithmConfig):
             raise ValueError("updates cannot be more than batch_groups: each update needs a group")
         if (self.router_loss or self.replay_routing) and self.compile:
             raise ValueError("router_loss and replay_routing need compile: false")
-        if self.optimizer != "adamw" and self.sharding == "fsdp":
-            raise ValueError(f"optimizer: {self.optimizer} needs sharding: none, because it must see whole matrices")
-        if self.sharding == "none" and (self.copies > 1 or self.accumulate != "sharded"):
-            raise ValueError("copies and accumulate belong to sharding: fsdp")
-        if self.ranks % self.copies:
-            raise ValueError(f"ranks ({self.ranks}) must be a multiple of copies ({self.copies})")
         if (self.schedule == "wsd") != (self.decay_steps is not None):
             raise ValueError("decay_steps belongs to schedule: wsd, which needs it")
         if self.schedule == "constant" and self.min_lr:
@@ -312,4 +321,18 @@ class TrainerConfig(AlgorithmConfig):
             first, _, last = self.profile.partition("-")
             if not 0 <= int(last or first) - int(first) < _MOST_PROFILED:
                 raise ValueError(f"profile: {self.profile} must be one to {_MOST_PROFILED} steps, the first one first")
+        return self
+
+    @model_validator(mode="after")
+    def _shared(self) -> TrainerConfig:
+        """Check what ranks share: the model, or the tokens of a micro-batch."""
+        if self.optimizer != "adamw" and self.sharding == "fsdp":
+            raise ValueError(f"optimizer: {self.optimizer} needs sharding: none, because it must see whole matrices")
+        if self.sharding == "none" and (self.copies > 1 or self.accumulate != "sharded"):
+            raise ValueError("copies and accumulate belong to sharding: fsdp")
+        for name, each in (("copies", self.copies), ("context_ranks", self.context_ranks)):
+            if self.ranks % each:
+                raise ValueError(f"ranks ({self.ranks}) must be a multiple of {name} ({each})")
+        if self.context_ranks > 1 and self.attention == "padded":
+            raise ValueError("context_ranks shares packed rows: remove attention: padded")
         return self

@@ -33,6 +33,7 @@ from rillflow.trainer.attention import choose, hidden_states
 from rillflow.trainer.lm_head import PolicyHead
 from rillflow.trainer.lora import adapters_off
 from rillflow.trainer.packing import MicroBatch
+from rillflow.trainer.parallel.context import Context
 from rillflow.trainer.parallel.sharding import entered
 from rillflow.weights.models import DTYPES
 
@@ -47,12 +48,20 @@ _CLOSE = 1e-2  # relative distance of two computations of the same weights, at t
 
 class PolicyForward:
     """Calls a causal language model; without `adapters`, its LoRA adapters are off. With `exact`, log-probs have
-    exactly the bits of an embedded engine in its exact mode, which is slower."""
+    exactly the bits of an embedded engine in its exact mode, which is slower. With a `context` the ranks of a team call
+    it together, with the same micro-batch."""
 
     def __init__(
-        self, model: PreTrainedModel, config: TrainerConfig, *, adapters: bool = True, exact: bool = False
+        self,
+        model: PreTrainedModel,
+        config: TrainerConfig,
+        *,
+        adapters: bool = True,
+        exact: bool = False,
+        context: Context = Context(),
     ) -> None:
         self._model = model
+        self._context = context
         self._adapters = adapters
         self._replays = config.replay_routing
         self._balances = config.router_loss > 0
@@ -61,7 +70,7 @@ class PolicyForward:
         if exact:
             self._run = entered(model, partial(exact_scores, model))
             return
-        self._backend = _backend(model, config)
+        self._backend = _backend(model, config, context)
         if self._replays or self._balances:
             self._routing = routing_of(model, packed=self._backend != "padded")
         self._head = entered(model, PolicyHead)(model, config)
@@ -70,26 +79,29 @@ class PolicyForward:
     def __call__(self, micro: MicroBatch) -> tuple[torch.Tensor, torch.Tensor]:
         """Return log-probs of the targets, with gradient, and the entropies of their distributions, which have a
         gradient only if the recipe has an entropy bonus."""
-        set_choices(self._model, micro.layout.experts_PW if self._replays else None)
+        set_choices(self._model, self._context.experts(micro.layout) if self._replays else None)
         with self._as_asked():
             score_T, entropy_T, *balance = self._run(micro)
         self.balance = balance[0] if balance else None
         return score_T, entropy_T
 
     def _scores(self, micro: MicroBatch) -> tuple[torch.Tensor, ...]:
-        hidden_PD = hidden_states(self._model, micro.layout, self._backend)
-        hidden_TD = hidden_PD.index_select(0, micro.select_T)
-        scores = self._head(hidden_TD, micro.target_T, micro.columns["temperature_T"])
-        return (*scores, self._routing.balance()) if self._balances and torch.is_grad_enabled() else scores
+        own = self._context.trained(micro)
+        hidden_PD = hidden_states(self._model, micro.layout, self._backend, self._context)
+        of_own = self._head(hidden_PD.index_select(0, own.select_I), own.target_I, own.temperature_I)
+        scores = tuple(map(own.gather, of_own))
+        if not (self._balances and torch.is_grad_enabled()):
+            return scores
+        return *scores, self._routing.balance(partial(self._context.whole, tokens=len(micro.layout.tokens_P)))
 
     def _as_asked(self) -> AbstractContextManager[None]:
         return nullcontext() if self._adapters else adapters_off(self._model)
 
 
 class ScalarForward:
-    """Calls a model whose head `score` gives one number for each token."""
+    """Calls a model whose head `score` gives one number for each token; with a `context` as `PolicyForward`."""
 
-    def __init__(self, model: PreTrainedModel, config: TrainerConfig) -> None:
+    def __init__(self, model: PreTrainedModel, config: TrainerConfig, *, context: Context = Context()) -> None:
         head = getattr(model, "score", None)
         if not isinstance(head, torch.nn.Linear):
             raise ConfigError(
@@ -97,7 +109,8 @@ class ScalarForward:
             )
         self._model = model
         self._head = head
-        self._backend = _backend(model, config)
+        self._context = context
+        self._backend = _backend(model, config, context)
         self._run = entered(model, self._values)
 
     def __call__(self, micro: MicroBatch) -> torch.Tensor:
@@ -105,15 +118,16 @@ class ScalarForward:
         return self._run(micro)
 
     def _values(self, micro: MicroBatch) -> torch.Tensor:
-        hidden_PD = hidden_states(self._model, micro.layout, self._backend)
-        values_T1: torch.Tensor = self._head(hidden_PD.index_select(0, micro.select_T))
-        return values_T1.sum(-1).float()  # a sum over one value: a view would need care under FSDP
+        own = self._context.trained(micro)
+        hidden_PD = hidden_states(self._model, micro.layout, self._backend, self._context)
+        values_I1: torch.Tensor = self._head(hidden_PD.index_select(0, own.select_I))
+        return own.gather(values_I1.sum(-1).float())  # a sum over one value: a view would need care under FSDP
 
 
-def _backend(model: PreTrainedModel, config: TrainerConfig) -> str:
+def _backend(model: PreTrainedModel, config: TrainerConfig, context: Context) -> str:
     device = next(model.parameters()).device
     dtype = DTYPES[config.dtype]
-    backend = choose(model, config.attention, device, dtype=dtype, trees=config.trees)
+    backend = choose(model, config.attention, device, dtype=dtype, trees=config.trees, context=context)
     on_cpu = device.type == "cpu" and dtype == torch.float32 and backend != "padded"
     if on_cpu and not config.compile and kernels.enabled("layers"):
         from rillflow.trainer.fused import compile_ahead, fuse
@@ -205,13 +219,13 @@ class Routing:
             )
         self._chosen_PLK = chosen_PW.view(len(chosen_PW), routers, -1)
 
-    def balance(self) -> torch.Tensor:
+    def balance(self, gather: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
         """Return the load-balancing loss of the last pass (Switch Transformer, as transformers computes it): 1 if all
-        experts get equal shares."""
+        experts get equal shares. `gather` returns the scores of all packed tokens, given those that this rank has."""
         from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
         first: Any = self._routers[0]
-        logits = tuple(logits_PE for logits_PE in self._logits if logits_PE is not None)
+        logits = tuple(gather(logits_PE) for logits_PE in self._logits if logits_PE is not None)
         made: torch.Tensor = load_balancing_loss_func(logits, first.num_experts, first.top_k)
         return made
 
@@ -229,8 +243,11 @@ class Routing:
         return logits_PE, weigh(logits_PE, index_PK).to(weight_PK.dtype), index_PK
 
 
+@torch.no_grad()
 def _rule(router: nn.Module, logits_PE: torch.Tensor, weight_PK: torch.Tensor, own_PK: torch.Tensor) -> Weigh:
-    """Return how this router weighs the experts that it has chosen; ConfigError if it is neither of two known ways."""
+    """Return how this router weighs the experts that it has chosen; ConfigError if it is neither of two known ways.
+
+    Without gradient: a layer that is recomputed in backward must save there what it saved in its forward pass."""
     for rule in (_among_chosen, _among_all):
         apart = (rule(logits_PE, own_PK) - weight_PK.float()).abs().max() / weight_PK.float().abs().max()
         if apart <= _CLOSE:

@@ -18,6 +18,7 @@ from rillflow.kernels import layers
 from rillflow.trainer.attention import asked
 from rillflow.trainer.attention.forest import Packed
 from rillflow.trainer.attention.kernels import Heads
+from rillflow.trainer.parallel.context import Exchanging
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -85,7 +86,7 @@ def _attended(
 
 
 def _ours(module: Any, hidden: torch.Tensor, cos: torch.Tensor, packed: Any, options: dict[str, Any]) -> bool:
-    joined = isinstance(packed, Packed) and options.get("past_key_values") is None
+    joined = isinstance(packed, Packed | Exchanging) and options.get("past_key_values") is None
     plain = hidden.dtype == cos.dtype == torch.float32 and not torch.is_autocast_enabled("cpu")
     return joined and plain and len(hidden) == 1 and cos.shape[-1] == module.head_dim
 

@@ -25,6 +25,7 @@ from rillflow.trainer.batches import Databuffer, joined
 from rillflow.trainer.metrics import Totals
 from rillflow.trainer.packing import MicroBatch, idle, micro_batches
 from rillflow.trainer.parallel import Peers
+from rillflow.trainer.parallel.context import in_teams
 from rillflow.trainer.parallel.sharding import reduce_gradients
 from rillflow.trainer.utilisation import Work, peak
 from rillflow.weights.models import DTYPES
@@ -116,10 +117,11 @@ class Learner:
         self.optimizer = optimizer
         self._forward = forward
         self._config = config
-        self._peers = peers
+        self._peers = in_teams(peers, config)
+        self._ranks = peers.size
         self._in_order = in_order
         self._device = next(model.parameters()).device
-        self._late = config.accumulate == "whole" and peers.size > 1  # gradients are reduced once an update
+        self._late = config.accumulate == "whole" and self._ranks > 1  # gradients are reduced once an update
         self._unreduced = False  # whether gradients were added up and not reduced
         self._work = Work(model)
         self._busy = 0.0  # seconds since the last metrics
@@ -253,7 +255,7 @@ class Learner:
         trained = tokens / self._config.epochs
         of |= {"trained_tokens": trained, "updates": float(len(updates)), "train_seconds": seconds}
         if seconds > 0:
-            of["mfu"] = done / seconds / self._peers.size / peak(self._device, DTYPES[self._config.dtype])
+            of["mfu"] = done / seconds / self._ranks / peak(self._device, DTYPES[self._config.dtype])
         return of | objective.values(sums, peaks, int(tokens))
 
     # ------------------------------------------------------------ micro-batches
@@ -261,8 +263,8 @@ class Learner:
     def _micros(
         self, data: Databuffer, columns: Sequence[str], check: Callable[[], None]
     ) -> Iterator[tuple[MicroBatch, bool]]:
-        """Yield the micro-batches of these rows. With a sharded model all ranks run as many as the rank with the most:
-        the others add idle ones (False)."""
+        """Yield the micro-batches of these rows. Ranks in lockstep run as many as the rank with the most: the others
+        add idle ones (False)."""
         config = self._config
         makers = micro_batches(
             data,
@@ -274,7 +276,7 @@ class Learner:
             on=self.role == "reward",
         )
         most = len(makers)
-        if config.sharding == "fsdp" and self._peers.size > 1:
+        if config.lockstep and self._ranks > 1:
             most = int(self._peers.highest([len(makers)])[0])
         for make in makers:
             check()

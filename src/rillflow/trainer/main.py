@@ -34,6 +34,7 @@ from rillflow.trainer.graph.builtin import Mode
 from rillflow.trainer.loop import StepReport, TrainerLoop
 from rillflow.trainer.offload import OffloadingGenerator
 from rillflow.trainer.parallel import Peers
+from rillflow.trainer.parallel.context import in_teams
 from rillflow.trainer.parallel.distributed import connect, device_of
 from rillflow.trainer.parallel.launch import Place
 from rillflow.trainer.process import StepProfiler, prepare_torch, stops_on_signal
@@ -200,6 +201,7 @@ def _stream(
     recipe: Recipe, policy: str, wire: _Wire, peers: Peers, *, stop: Callable[[], bool], own_samples: bool
 ) -> Stream:
     settings = recipe.policies[policy].trainer
+    teams = in_teams(peers, settings)
     staged = tuple(staged_columns(recipe.policies[policy].stages))
     remote = RemoteStream(
         wire.thread,
@@ -214,8 +216,9 @@ def _stream(
         columns=columns_of(settings),
         staged=staged,
         weights_url=wire.weights_url,
-        rank=peers.rank,
-        ranks=peers.size,
+        rank=teams.rank,
+        ranks=teams.size,
+        renews=peers.rank == 0,
     )
     if peers.size == 1:
         return remote
@@ -223,7 +226,7 @@ def _stream(
         remote,
         peers,
         stop=stop,
-        sharded=settings.sharding != "none",
+        lockstep=settings.lockstep,
         staged=staged,
         experts=settings.replay_routing,
     )

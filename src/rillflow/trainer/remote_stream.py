@@ -66,7 +66,8 @@ class RemoteStream:
 
     Every start of the trainer has a new `incarnation`. `least` is that of `LeaseBatch`, `weights_url` that of
     `JoinTrainer`. `staged` are the columns that stages added. One `rank` of several leases and reads its own part of
-    each batch; only rank 0 renews, joins and commits.
+    each batch; with context parallel these are teams, whose ranks all read the part. Only the first of all ranks joins,
+    commits and (`renews`) renews.
     """
 
     def __init__(
@@ -84,6 +85,7 @@ class RemoteStream:
         weights_url: str = "",
         rank: int = 0,
         ranks: int = 1,
+        renews: bool = True,
     ) -> None:
         self._thread = thread
         self._dataflow = dataflow
@@ -97,6 +99,7 @@ class RemoteStream:
         self._weights_url = weights_url
         self._rank = rank
         self._ranks = ranks
+        self._renews = renews
         self._grace = _GRACE
         self._renewal: Renewal | None = None
         self._renewing: asyncio.Task[None] | None = None
@@ -136,7 +139,7 @@ class RemoteStream:
             return BatchReply(batch=None, phase="training", waiting_for="the dataflow service to answer")
         if reply.batch is not None:
             self._grace = min(max(_GRACE, 2.0 * (time.monotonic() - asked - wait)), _LONGEST_GRACE)
-        if reply.batch is not None and self._rank == 0:
+        if reply.batch is not None and self._renews:
             self._thread.run(self._renew(reply.batch), CALL_DEADLINE)
         return reply
 

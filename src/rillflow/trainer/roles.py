@@ -25,6 +25,7 @@ from rillflow.trainer.graph.worker import Worker
 from rillflow.trainer.learner import Learner
 from rillflow.trainer.optimizer import Optimizer
 from rillflow.trainer.parallel import Peers
+from rillflow.trainer.parallel.context import Context
 from rillflow.trainer.parallel.sharding import decoder_layers, load_shards, shard
 from rillflow.weights.models import load_policy_model, load_scalar_model, pick_device, rotary_limit
 
@@ -117,6 +118,7 @@ class Roles:
         self._device = device
         self._seed = seed
         self._in_order = in_order
+        self._context = Context.of(self._config, peers)
         self._policy = self._sharded_policy() or policy_model(settings, self._loaded_on, seed)
         _check_rotary(self._policy.config, settings.engine.context)
         if not isinstance(self._policy, FSDPModule):
@@ -141,7 +143,7 @@ class Roles:
     def _exact(self) -> bool:
         """Return whether log-probs can have exactly the bits of the engine's."""
         config = self._config
-        whole = not (config.trees or config.recompute or config.compile or config.lora or config.sharding != "none")
+        whole = not (config.trees or config.recompute or config.compile or config.lora or config.lockstep)
         whole = whole and not (config.router_loss or config.replay_routing)
         return self._in_order and self._settings.engine.kind == "embedded" and whole
 
@@ -152,7 +154,7 @@ class Roles:
 
     def actor(self) -> Learner:
         optimizer = Optimizer(self._policy, self._config, self._peers)
-        forward = PolicyForward(self._policy, self._config, exact=self._exact)
+        forward = PolicyForward(self._policy, self._config, exact=self._exact, context=self._context)
         return self._learner("actor", self._policy, forward, optimizer, self._config)
 
     def reference(self) -> Learner:
@@ -161,7 +163,7 @@ class Roles:
             shard(model, self._config, self._peers, self._device)
         # Its routers choose their own experts.
         config = self._config.model_copy(update={"router_loss": 0.0, "replay_routing": False})
-        forward = PolicyForward(model, config, adapters=False)
+        forward = PolicyForward(model, config, adapters=False, context=self._context)
         return self._learner("reference", model, forward, None, self._config)
 
     def critic(self) -> Learner:
@@ -170,7 +172,8 @@ class Roles:
         model = scalar_model(wanted.model or self._settings.model, self._loaded_on, config, self._seed)
         shard(model, config, self._peers, self._device)
         optimizer = Optimizer(model, config, self._peers)
-        return self._learner("critic", model, ScalarForward(model, config), optimizer, config)
+        forward = ScalarForward(model, config, context=self._context)
+        return self._learner("critic", model, forward, optimizer, config)
 
     def _learner(
         self,

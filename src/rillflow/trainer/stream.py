@@ -86,8 +86,8 @@ class Stream(Protocol):
 class RankStream:
     """The stream of one rank of several; `own` asks for this rank's rows.
 
-    A step of a `sharded` model calls `check` equally often on all ranks, so they agree on errors there: a rank that
-    left alone would leave the others inside the model. Without sharding the others notice at their next collective.
+    A step in `lockstep` calls `check` equally often on all ranks, so they agree on errors there: a rank that left alone
+    would leave the others inside the model. Otherwise the others notice at their next collective.
     `staged` are the columns that stages added; `experts`: samples have the engine's choices of experts.
     """
 
@@ -97,14 +97,14 @@ class RankStream:
         peers: Peers,
         *,
         stop: Callable[[], bool],
-        sharded: bool,
+        lockstep: bool,
         staged: Sequence[str] = (),
         experts: bool = False,
     ) -> None:
         self._own = own
         self._peers = peers
         self._stop = stop
-        self._sharded = sharded
+        self._lockstep = lockstep
         self._staged = staged
         self._experts = experts
 
@@ -151,7 +151,7 @@ class RankStream:
 
     def check(self) -> None:
         error = self._error()
-        if self._sharded or error is not None:
+        if self._lockstep or error is not None:
             self._peers.agree(error)
 
     def _error(self) -> Exception | None:

@@ -157,6 +157,19 @@ def test_ranks_shards_and_micro_batches_give_the_same_curve(trainers: Trainers, 
         assert_same_curves(trainers.curve(tmp_path / str(number), **algorithm, **variant), expected)
 
 
+@pytest.mark.parametrize("sharding", repetitions(["fsdp"], ["fsdp", "none"]))
+@pytest.mark.soak
+def test_teams_that_share_micro_batches_give_the_same_curve(trainers: Trainers, tmp_path: Path, sharding: str) -> None:
+    """Two teams of two ranks, which ask for their team's part of each batch."""
+    expected = trainers.curve(tmp_path / "one", micro_tokens=64)
+    settings = {**CALM, "ranks": 4, "context_ranks": 2, "sharding": sharding, "micro_tokens": 30}
+    with trainers.started(tmp_path / "teams", STEPS, **settings) as run:
+        assert run.ends() == 0, run.log()
+        got = [commit.metrics for commit in run.peer.commits], run.weights()
+        assert {(ask.rank, ask.ranks) for ask in run.peer.leases} == {(0, 2), (1, 2)}
+    assert_same_curves(got, expected)
+
+
 def test_ranks_of_a_sharded_model_publish_deltas(trainers: Trainers, tmp_path: Path) -> None:
     settings = {**CALM, "steps": 4, "ranks": 2, "sharding": "fsdp", "policy": {"engine": {"dtype": "bf16"}}}
     with trainers.started(tmp_path, 4, **settings) as run:
@@ -203,14 +216,18 @@ def alive(process: psutil.Process) -> bool:
 
 
 @pytest.mark.chaos
-@pytest.mark.parametrize(("sharding", "victim"), [("none", 0), ("fsdp", 1)])
+@pytest.mark.parametrize(
+    ("settings", "victim"),
+    [({"ranks": 3}, 0), ({"ranks": 3, "sharding": "fsdp"}, 1), ({"ranks": 4, "context_ranks": 2}, 3)],
+    ids=["whole", "sharded", "teams"],
+)
 def test_a_killed_rank_takes_all_down_with_a_clear_log(
-    trainers: Trainers, tmp_path: Path, sharding: str, victim: int
+    trainers: Trainers, tmp_path: Path, settings: dict[str, Any], victim: int
 ) -> None:
-    with trainers.started(tmp_path, 10_000, ranks=3, sharding=sharding, steps=10_000) as run:
+    with trainers.started(tmp_path, 10_000, steps=10_000, **settings) as run:
         wait_for(lambda: len(run.peer.commits) >= 3, run)
         ranks = run.ranks()
-        assert sorted(ranks) == [0, 1, 2]
+        assert sorted(ranks) == list(range(settings["ranks"]))
         ranks[victim].kill()
         assert run.ends(60.0) == 128 + signal.SIGKILL
         assert gone(list(ranks.values()))

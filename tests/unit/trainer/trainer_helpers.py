@@ -18,6 +18,8 @@ from rillflow.trainer.graph.worker import Worker
 from rillflow.trainer.learner import Learner
 from rillflow.trainer.optimizer import Optimizer
 from rillflow.trainer.parallel import Alone, Peers
+from rillflow.trainer.parallel.context import Context
+from rillflow.trainer.parallel.sharding import shard
 from rillflow.types import BatchSample, Row
 
 VOCAB = 32
@@ -110,24 +112,30 @@ def small_critic(seed: int = 5) -> PreTrainedModel:
 
 
 def learners(
-    config: TrainerConfig, model: PreTrainedModel | None = None, *, peers: Peers = Alone(), in_order: bool = False
+    config: TrainerConfig,
+    model: PreTrainedModel | None = None,
+    *,
+    peers: Peers = Alone(),
+    in_order: bool = False,
+    context: Context = Context(),
 ) -> dict[str, Learner]:
     """The roles that the recipe's graph has, small. The reference is `small_model(9)`."""
     roles = chain_of(config).roles
     actor = model or small_model()
-    forward = PolicyForward(actor, config)
+    forward = PolicyForward(actor, config, context=context)
     made = {
         "actor": Learner("actor", actor, forward, Optimizer(actor, config, peers), config, peers, in_order=in_order)
     }
     if "critic" in roles:
         critic = small_critic()
-        optimizer = Optimizer(critic, config, peers)
-        made["critic"] = Learner(
-            "critic", critic, ScalarForward(critic, config), optimizer, config, peers, in_order=in_order
-        )
+        shard(critic, config, peers)
+        optimizer, values = Optimizer(critic, config, peers), ScalarForward(critic, config, context=context)
+        made["critic"] = Learner("critic", critic, values, optimizer, config, peers, in_order=in_order)
     if "reference" in roles:
         reference = small_model(9).requires_grad_(False)
-        made["reference"] = Learner("reference", reference, PolicyForward(reference, config), None, config, peers)
+        shard(reference, config, peers)
+        scores = PolicyForward(reference, config, context=context)
+        made["reference"] = Learner("reference", reference, scores, None, config, peers)
     return made
 
 
@@ -136,10 +144,11 @@ def learner(
     *,
     peers: Peers = Alone(),
     in_order: bool = False,
+    context: Context = Context(),
     seed: int = 0,
     **settings: Any,
 ) -> Worker:
     """All that trains a small policy, by the graph of its algorithm."""
     config = TrainerConfig(**{"lr": 1e-2, **settings})
-    models = learners(config, model, peers=peers, in_order=in_order)
+    models = learners(config, model, peers=peers, in_order=in_order, context=context)
     return Worker(chain_of(config), models, ALGORITHMS[config.algorithm](config), config, peers, seed=seed)

@@ -28,6 +28,7 @@ from rillflow.errors import ConfigError
 from rillflow.trainer.attention.forest import PATHS, Packed, flex, joined, packed
 from rillflow.trainer.attention.kernels import Heads, Options
 from rillflow.trainer.packing import Layout, runs
+from rillflow.trainer.parallel.context import Context
 from rillflow.trainer.parallel.sharding import decoder_layers
 
 if TYPE_CHECKING:
@@ -44,21 +45,26 @@ _KINDS = {"full_attention", "sliding_attention"}
 _REFUSED = ("position_bias",)
 
 
-def hidden_states(model: PreTrainedModel, layout: Layout, backend: str) -> torch.Tensor:
-    """Return `hidden_PD`, the last hidden states of the model without its head, after its final norm."""
+def hidden_states(
+    model: PreTrainedModel, layout: Layout, backend: str, context: Context = Context()
+) -> torch.Tensor:  # fmt: skip
+    """Return `hidden_PD`, the last hidden states of the model without its head, after its final norm; with a context
+    those of this rank's tokens."""
     body = decoder(model)
     if backend == "padded":
         return _padded_hidden_states(body, layout)
     name = NAME if body._supports_sdpa else NAME_EAGER
     if body.config._attn_implementation != name:
         body.set_attn_implementation(name)
+    layout = context.padded(layout)
+    tokens_P = context.own(layout.tokens_P)
     read: torch.Tensor = body(
-        input_ids=layout.tokens_P[None],
-        position_ids=layout.position_P[None],
+        input_ids=tokens_P[None],
+        position_ids=context.own(layout.position_P)[None],
         # transformers accepts a mask of four dimensions as it is; no layer reads it.
-        attention_mask=torch.ones(1, 1, 1, 1, dtype=torch.bool, device=layout.tokens_P.device),
+        attention_mask=torch.ones(1, 1, 1, 1, dtype=torch.bool, device=tokens_P.device),
         use_cache=False,
-        packed=_packed(layout, backend, body.config),
+        packed=context.exchanging(_packed(layout, backend, body.config)),
     ).last_hidden_state
     return read[0]
 
@@ -98,6 +104,7 @@ def choose(
     *,
     dtype: torch.dtype | None = None,
     trees: bool = False,
+    context: Context = Context(),
 ) -> str:
     """Return the backend for a model that computes in `dtype`: the `wanted` one, or with "auto" the fastest
     possible."""
@@ -116,6 +123,11 @@ def choose(
         raise ConfigError(
             f"padded attention cannot read trees{': ' + reason if reason else ''}", "set trainer.trees: false"
         )
+    if context.size > 1 and wanted == "padded":
+        raise ConfigError(
+            f"ranks cannot share padded rows{': ' + reason if reason else ''}", "set trainer.context_ranks: 1"
+        )
+    context.check(model)
     if reason and wanted != "padded":
         raise ConfigError(f"trainer.attention cannot be {wanted}: {reason}", "set trainer.attention: auto")
     return wanted

@@ -92,7 +92,7 @@ def chain_of(
     """
     if config.graph is not None:
         nodes = [make_node(each, registry) for each in config.graph]
-        chain = plan(_with_staged(nodes, staged), registry, ranks=config.ranks)
+        chain = plan(_with_staged(nodes, staged), registry, ranks=config.teams)
         check_staged(chain.nodes, staged, config)
         source = chain.nodes[0]
         if source.kind == "generate" and mode == "asynchronous":
@@ -107,7 +107,7 @@ def chain_of(
             )
         return chain
     nodes = [make_node(each, registry) for each in (*builtin(config, mode, staged), *config.nodes)]
-    chain = plan(_with_staged(_regrouped(nodes, registry), staged), registry, ranks=config.ranks)
+    chain = plan(_with_staged(_regrouped(nodes, registry), staged), registry, ranks=config.teams)
     check_staged(chain.nodes, staged, config)
     return chain
 

@@ -34,6 +34,7 @@ from rillflow.trainer.learner import Learner
 from rillflow.trainer.metrics import KeptValues, Watch, finite
 from rillflow.trainer.optimizer import Optimizer
 from rillflow.trainer.parallel import Peers
+from rillflow.trainer.parallel.context import in_teams
 from rillflow.trainer.parallel.redistribute import Redistribution
 from rillflow.types import KeptTokens, Probe
 from rillflow.weights.probe import prompts, tolerance_of
@@ -270,7 +271,7 @@ class Worker:
             config=self._config,
             algorithm=self._algorithm,
             models=self._models,
-            peers=self._peers,
+            peers=in_teams(self._peers, self._config),
             fetch=self._wrong_source if self.generates else rows,
             generate=rows if self.generates else self._wrong_source,
             publish=publish,
@@ -279,7 +280,8 @@ class Worker:
         )
         metrics = Pipeline(self._chain, step, self._clock).run()
         self.steps += 1
-        self.kept = step.kept.values()
+        # The ranks of a team have the same rows: its first one reports them.
+        self.kept = [] if self._peers.rank % self._config.context_ranks else step.kept.values()
         if self._peers.rank == 0:
             self._watch.see(metrics, truncated=self._config.truncate is not None)
         return finite(metrics)

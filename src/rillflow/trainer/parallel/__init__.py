@@ -6,6 +6,7 @@ ever decide differently.
     launch          starts the ranks of this machine and watches them
     distributed     the collectives over torch.distributed, and how ranks find each other
     sharding        models that are sharded over the ranks
+    context         ranks that share the tokens of micro-batches
     redistribute    databuffers between stages of different sizes
 """
 

@@ -262,7 +262,7 @@ def together(
         yield Distributed(place.rank, place.ranks, messages, tensors)
     except RuntimeError as error:
         if isinstance(error, dist.DistError) or _GLOO in str(error):
-            raise peer_lost(place.rank, place.ranks, "inside a sharded model", error) from error
+            raise peer_lost(place.rank, place.ranks, "inside the model", error) from error
         raise
     # After an error the groups stay: the others may be in the middle of a collective, and the process ends anyway.
     dist.destroy_process_group()

@@ -43,6 +43,7 @@ from rillflow.trainer.graph.worker import Worker
 from rillflow.trainer.learner import Learner
 from rillflow.trainer.optimizer import Optimizer
 from rillflow.trainer.parallel import Alone, Peers, Stopped
+from rillflow.trainer.parallel.context import Context, in_teams
 from rillflow.trainer.parallel.distributed import connect, device_of
 from rillflow.trainer.parallel.launch import Place
 from rillflow.trainer.parallel.sharding import shard
@@ -189,9 +190,10 @@ def assemble(recipe: FitRecipe, peers: Peers, device: torch.device) -> Trained:
     model, role = _model(recipe, loaded_on)
     shard(model, config, peers, device)
     optimizer = Optimizer(model, config, peers)
-    forward: Callable[..., Any] = (PolicyForward if role == "actor" else ScalarForward)(model, config)
+    made: Callable[..., Any] = PolicyForward if role == "actor" else ScalarForward
+    forward = made(model, config, context=Context.of(config, peers))
     learner = Learner(role, model, forward, optimizer, config, peers, in_order=recipe.runtime.deterministic)
-    chain = plan(graph_of(recipe), ranks=peers.size)
+    chain = plan(graph_of(recipe), ranks=in_teams(peers, config).size)
     # A worker requires an algorithm; no node of these graphs uses it.
     worker = Worker(chain, {role: learner}, ALGORITHMS[config.algorithm](config), config, peers)
     return Trained(worker, learner, model)
@@ -239,6 +241,7 @@ class Fit:
         self._examples = examples
         self._heldout = heldout
         self._peers = peers
+        self._teams = in_teams(peers, config)
         self._stop = stop
         self._report = report
         self._checkpoints = Checkpoints(folder / "checkpoints" / "model", config.keep_checkpoints, peers)
@@ -247,7 +250,7 @@ class Fit:
             len(examples),
             config.batch_groups,
             recipe.seed,
-            peers,
+            self._teams,
             examples.lengths,
             shuffle=recipe.data.shuffle,
         )
@@ -267,7 +270,7 @@ class Fit:
     def heldout(self) -> Mapping[str, float]:
         """Return the model's metrics on the held-out rows; empty without such rows. Collective."""
         if self._heldout is not None and not self._seen:  # a run that was resumed at its end
-            self._seen = evaluate(self._recipe, self._trained.learner, self._heldout, self._peers, self._check)
+            self._seen = evaluate(self._recipe, self._trained.learner, self._heldout, self._teams, self._check)
         return self._seen
 
     def run(self) -> bool:
@@ -326,7 +329,7 @@ class Fit:
     def _evaluate(self) -> None:
         if self._heldout is None:
             return
-        self._seen = evaluate(self._recipe, self._trained.learner, self._heldout, self._peers, self._check)
+        self._seen = evaluate(self._recipe, self._trained.learner, self._heldout, self._teams, self._check)
         self._write(self._worker.steps, self._seen, "evaluation")
 
     def _write(self, step: int, values: Mapping[str, float], event: str | None = None) -> None:

@@ -77,10 +77,10 @@ class Own:
 
 
 def ranked(
-    peers: Distributed, ledger: Ledger, *, stop: Callable[[], bool] = lambda: False, sharded: bool = False
+    peers: Distributed, ledger: Ledger, *, stop: Callable[[], bool] = lambda: False, lockstep: bool = False
 ) -> tuple[RankStream, Own]:
     own = Own(peers.rank, ledger)
-    return RankStream(own, peers, stop=stop, sharded=sharded), own  # type: ignore[arg-type]
+    return RankStream(own, peers, stop=stop, lockstep=lockstep), own  # type: ignore[arg-type]
 
 
 def test_every_rank_has_its_own_rows_of_the_same_part() -> None:
@@ -192,7 +192,7 @@ def test_damaged_rows_of_one_rank_end_the_step_of_all() -> None:
 
 
 @pytest.mark.parametrize("trouble", [Stopped, LeaseLost])
-def test_without_shards_the_others_hear_of_trouble_when_they_next_speak(trouble: Any) -> None:
+def test_without_lockstep_the_others_hear_of_trouble_when_they_next_speak(trouble: Any) -> None:
     """However often each of them has checked meanwhile."""
 
     def work(peers: Distributed) -> type[BaseException]:
@@ -211,9 +211,9 @@ def test_without_shards_the_others_hear_of_trouble_when_they_next_speak(trouble:
     assert all(issubclass(raised, trouble) for raised in as_peers(RANKS, work))
 
 
-def test_with_shards_all_agree_at_every_check() -> None:
+def test_in_lockstep_all_agree_at_every_check() -> None:
     def work(peers: Distributed) -> None:
-        stream, own = ranked(peers, Ledger(4), sharded=True)
+        stream, own = ranked(peers, Ledger(4), lockstep=True)
         stream.check()
         stream.check()
         own.trouble = LeaseLost("gone") if peers.rank == 2 else None
