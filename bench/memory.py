@@ -1,9 +1,12 @@
 """Host memory of two ranks that load a sharded model and publish it, at its peak.
 
 A Qwen3-shaped model with random weights is written in bf16. Two real ranks (gloo) load it as a trainer does, sharded by
-FSDP2, and publish it once in bf16. Each samples its anonymous memory (without mapped files, which the system may drop)
-above what it had before the load. On a CPU the fp32 masters lie in that memory too, all the time: 2 bf16 copies in all,
-which a GPU would hold. The peer is the former way: every rank loads the whole model and keeps all that it gathers.
+FSDP2, and publish its first version, a delta, and a delta with a whole version. Between versions a hundredth of the
+weights changes. Each rank samples its anonymous memory (without mapped files, which the system may drop) above what it
+had before the load.
+
+On a CPU the fp32 masters lie in that memory too: 2 bf16 copies in all, which a GPU would hold, as it would the ranks'
+copies of the last version. Rows are therefore above the masters, and say apart what stays after a publication.
 """
 
 from __future__ import annotations
@@ -15,9 +18,8 @@ import sys
 import tempfile
 import threading
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
-from unittest.mock import patch
 
 import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
@@ -25,15 +27,18 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 from bench.common import Report, parser
 from bench.trainer import SHAPES
 from rillflow.config import PolicyConfig, TrainerConfig
-from rillflow.trainer import roles
 from rillflow.trainer.optimizer import Optimizer
+from rillflow.trainer.parallel import Peers
 from rillflow.trainer.parallel.distributed import connect
 from rillflow.trainer.parallel.launch import Place, launch
 from rillflow.trainer.roles import Roles
+from rillflow.trainer.shard_publisher import ShardPublisher
 from rillflow.weights import FolderStore
+from rillflow.weights.delta import Ahead
 
 _RANKS = 2
 _EVERY = 0.002  # seconds between two samples
+_CHANGED = 100  # one weight of so many changes from version to version
 _SIZES = {
     **SHAPES,
     "0.1b": {**SHAPES["0.6b"], "num_hidden_layers": 4, "vocab_size": 32_768},
@@ -49,20 +54,20 @@ def anonymous() -> int:
     raise RuntimeError("this system does not tell a process's anonymous memory")
 
 
-class Peak:
-    """The highest anonymous memory of this process, above `before`, while it is entered."""
+class Watch:
+    """Anonymous memory above what there was at the beginning: `peaks` while something was done, `stays` afterwards."""
 
-    def __init__(self, before: int) -> None:
-        self._before = before
-        self.bytes = 0
+    def __init__(self) -> None:
+        self._before = anonymous()
+        self.told: dict[str, int] = {}
 
     @contextmanager
-    def watching(self) -> Iterator[None]:
-        done = threading.Event()
+    def doing(self, what: str) -> Iterator[None]:
+        done, seen = threading.Event(), [0]
 
         def watch() -> None:
             while not done.wait(_EVERY):
-                self.bytes = max(self.bytes, anonymous() - self._before)
+                seen.append(max(seen.pop(), anonymous() - self._before))
 
         thread = threading.Thread(target=watch)
         thread.start()
@@ -71,38 +76,48 @@ class Peak:
         finally:
             done.set()
             thread.join()
-            self.bytes = max(self.bytes, anonymous() - self._before)
+        stays = anonymous() - self._before
+        self.told |= {f"{what}, peak": max(seen[0], stays), f"{what}, afterwards": stays}
 
 
-def run_rank(model: Path, place: Place, *, former: bool) -> dict[str, int]:
+def run_rank(model: Path, folder: Path, place: Place) -> dict[str, int]:
     settings = PolicyConfig(
         model=str(model), trainer=TrainerConfig(dtype="bf16", sharding="fsdp", ranks=place.ranks, device="cpu")
     )
-    with connect(place, _CPU) as peers, ExitStack() as stack, tempfile.TemporaryDirectory() as folder:
-        if former:
-            stack.enter_context(patch.object(roles, "load_shards", lambda *_: None))
+    torch.set_num_threads(1)
+    assert Ahead(torch.bfloat16, _CPU).wait(600.0)
+    with connect(place, _CPU) as peers:
         peers.agree(None)
-        before = anonymous()
-        peak = {"load": Peak(before), "publish": Peak(before)}
-        with peak["load"].watching():
+        watch = Watch()
+        with watch.doing("load"):
             made = Roles(settings, peers, _CPU, 0, False)
             peers.agree(None)
         optimizer = Optimizer(made._policy, settings.trainer, peers)
-        with peak["publish"].watching():
-            weights = optimizer.weights(torch.bfloat16, here=former or peers.rank == 0)
-            if peers.rank == 0:
-                FolderStore(Path(folder)).publish(weights, 0, parent=None)
+        publish(optimizer, FolderStore(folder, fingerprints=True, snapshot_every=2), peers, watch)
+    return watch.told
+
+
+def publish(optimizer: Optimizer, store: FolderStore, peers: Peers, watch: Watch) -> None:
+    publisher = ShardPublisher(store, torch.bfloat16, peers)
+    for version, kind in enumerate(("first version", "delta", "delta and whole version")):
+        with watch.doing(kind):
+            publisher.take_shards(optimizer.shards(torch.bfloat16))
+            publisher.publish(version, version - 1 if version else None)
             peers.agree(None)
-        del weights
-    return {name: one.bytes for name, one in peak.items()}
+        change(optimizer)
 
 
-def measure(model: Path, *, former: bool) -> dict[str, int]:
+@torch.no_grad()
+def change(optimizer: Optimizer) -> None:
+    for master in optimizer._masters.values():
+        master.view(-1)[::_CHANGED].mul_(1.01)
+
+
+def measure(model: Path) -> dict[str, int]:
     """Return the sums over the ranks."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         words = [sys.executable, "-m", "bench.memory", "--rank-of", str(model), "--out", name]
-        words += ["--former"] if former else []
         code = launch(
             lambda rank, at: [*words, "--rank", str(rank), "--rendezvous", at],
             _RANKS,
@@ -112,37 +127,39 @@ def measure(model: Path, *, former: bool) -> dict[str, int]:
         if code:
             raise RuntimeError("".join(path.read_text() for path in folder.glob("*.log")))
         told = [json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))]
+    print(json.dumps(told, indent=1))
     return {name: sum(one[name] for one in told) for name in told[0]}
 
 
 def write_model(size: str, folder: Path) -> int:
     """Write the model; return the bytes of its bf16 weights."""
     torch.manual_seed(0)
-    model = Qwen3ForCausalLM(Qwen3Config(**{"tie_word_embeddings": True, **_SIZES[size]})).to(torch.bfloat16)
+    torch.set_default_dtype(torch.bfloat16)
+    model = Qwen3ForCausalLM(Qwen3Config(**{"tie_word_embeddings": True, **_SIZES[size]}))
+    torch.set_default_dtype(torch.float32)
     model.save_pretrained(folder)
     return sum(parameter.nbytes for parameter in model.parameters())
 
 
 def main() -> None:
     made = parser(__doc__ or "")
-    made.add_argument("--size", choices=sorted(_SIZES), help="default 0.6b, with --quick 0.1b")
+    made.add_argument("--size", choices=sorted(_SIZES), help="default 1.7b, with --quick 0.1b")
     for name in ("--rank-of", "--out", "--rendezvous"):
         made.add_argument(name, help=argparse.SUPPRESS)
     made.add_argument("--rank", type=int, help=argparse.SUPPRESS)
-    made.add_argument("--former", action="store_true", help=argparse.SUPPRESS)
     arguments = made.parse_args()
     if arguments.rank_of:
-        place = Place(arguments.rank, _RANKS, arguments.rendezvous)
-        told = run_rank(Path(arguments.rank_of), place, former=arguments.former)
-        (Path(arguments.out) / f"{arguments.rank}.json").write_text(json.dumps(told))
+        place, out = Place(arguments.rank, _RANKS, arguments.rendezvous), Path(arguments.out)
+        told = run_rank(Path(arguments.rank_of), out / "store", place)
+        (out / f"{arguments.rank}.json").write_text(json.dumps(told))
         return
-    size, report = arguments.size or ("0.1b" if arguments.quick else "0.6b"), Report("memory")
+    size, report = arguments.size or ("0.1b" if arguments.quick else "1.7b"), Report("memory")
     with tempfile.TemporaryDirectory() as folder:
         copy = write_model(size, Path(folder))
-        ours, former = (measure(Path(folder), former=way) for way in (False, True))
-    for name in ours:
+        found = measure(Path(folder))
+    for name in found:
         report.add(
-            f"{size}, {name}: peak of {_RANKS} ranks together, in bf16 copies", ours[name] / copy, former[name] / copy,
+            f"{size}, {name}: {_RANKS} ranks together, above the masters, in bf16 copies", found[name] / copy - 2, None,
             unit="copies", less_is_better=True,
         )  # fmt: skip
     report.finish(arguments.json, copy_bytes=copy)
