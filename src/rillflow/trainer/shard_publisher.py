@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import msgspec
 import torch
@@ -74,6 +74,20 @@ class _Taken:
     shards: Shards
     kind: _Kind
     probe: Probe | None
+
+
+class _Content(NamedTuple):
+    """What a rank writes of a version: its parts, what changed in them if a delta is due, and their `sums`."""
+
+    version: int
+    parent: int | None
+    parts: Parts
+    found: Difference | None
+    sums: Mapping[Part, int]
+
+    @property
+    def changed(self) -> int:
+        return 0 if self.found is None else self.found.changed
 
 
 class ShardPublisher(Publisher):
@@ -129,7 +143,7 @@ class ShardPublisher(Publisher):
         with self._apart(parts.values()):
             found = copies.difference() if taken.kind.delta else None
             sums = self._sums(parts) if found is None else found.sums
-            last = self._write_files(taken, parts, found, sums, version, parent)
+            last = self._write_files(taken, _Content(version, parent, parts, found, sums))
             copies.hold(version, sums, () if found is None else found.runs)
         if last is not None:
             self._last = last._replace(seconds=time.perf_counter() - started)
@@ -142,31 +156,21 @@ class ShardPublisher(Publisher):
 
     # ------------------------------------------------------------ files
 
-    def _write_files(
-        self,
-        taken: _Taken,
-        parts: Parts,
-        found: Difference | None,
-        sums: Mapping[Part, int],
-        version: int,
-        parent: int | None,
-    ) -> Publication | None:
+    def _write_files(self, taken: _Taken, content: _Content) -> Publication | None:
         """Write this rank's part of the folder; rank 0 also seals it."""
-        target, rank = self._store.path(version), self._peers.rank
+        target, rank = self._store.path(content.version), self._peers.rank
         temporary = sealed.unfinished(target, taken.kind.writer)
         with sealed.cleaned(temporary, target):
-            files = sealed.fill(temporary, _delta_files(found, rank))
-            rows = _write_rows(_rows(temporary, rank), parts) if taken.kind.whole and rank else []
-            by_name = {part.tensor: value for part, value in sums.items()}
-            written = _Written(files, by_name, 0 if found is None else found.changed, rows)
+            files = sealed.fill(temporary, _delta_files(content.found, rank))
+            rows = _write_rows(_rows(temporary, rank), content.parts) if taken.kind.whole and rank else []
+            sums = {part.tensor: value for part, value in content.sums.items()}
+            written = _Written(files, sums, content.changed, rows)
             if rank > 0:
                 hand_in(temporary, rank, written)
                 return None
-            return self._seal(temporary, taken, parts, written, version, parent)
+            return self._seal(temporary, taken, content, written)
 
-    def _seal(
-        self, temporary: Path, taken: _Taken, parts: Parts, mine: _Written, version: int, parent: int | None
-    ) -> Publication:
+    def _seal(self, temporary: Path, taken: _Taken, content: _Content, mine: _Written) -> Publication:
         others = {r: collect(temporary, r, _Written, self._patience) for r in range(1, self._peers.size)}
         files, sums, changed = dict(mine.files), Counter(mine.sums), mine.changed
         for other in others.values():
@@ -176,22 +180,22 @@ class ShardPublisher(Publisher):
         shards, delta = taken.shards, taken.kind.delta
         if taken.kind.whole:
             rows = {rank: other.rows for rank, other in others.items() if other.rows}
-            files |= sealed.fill(temporary, encode(_joined(shards, parts, temporary, rows, self._dtype)))
+            files |= sealed.fill(temporary, encode(_joined(shards, content.parts, temporary, rows, self._dtype)))
             for rank in rows:
                 _rows(temporary, rank).unlink()
         names = shards.tensors if self._store.fingerprints else ()
         manifest = VersionManifest(
             files=files,
-            version=version,
-            parent=parent,
+            version=content.version,
+            parent=content.parent,
             created=time.time(),
             tensors=shards.tensors,
             aliases=shards.aliases,
-            delta_of=parent if delta else None,
+            delta_of=content.parent if delta else None,
             fingerprints=as_hexadecimal({name: sums[name] % _MODULUS for name in names}),
             probe=taken.probe,
         )
-        if parent is None and version <= self._store.highest():
+        if content.parent is None and content.version <= self._store.highest():
             self._store.mend_filled(temporary, manifest)
         else:
             self._store.publish_filled(temporary, manifest)

@@ -36,7 +36,7 @@ R = TypeVar("R")
 def encode(base: torch.Tensor, new: torch.Tensor, known: int | None = None) -> Encoded:
     """The delta that makes `new` of `base`; both have the same dtype and shape. `known` is the fingerprint of `base`,
     where the caller has it: it is not computed again, and not checked."""
-    layout = format.layout_of_pair(base, new)
+    format.layout_of_pair(base, new)
     if base.is_cuda and kernels.enabled("delta_gpu"):
         from rillflow.kernels.delta import gpu
 

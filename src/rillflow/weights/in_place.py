@@ -1,8 +1,8 @@
 """A rank's parts of the newest version, in one copy on the host that each version writes over the one before.
 
-While it is written over, each span of it keeps the words of 8 bytes that change: in 16 bits few weights change from step
-to step, so both versions together take little more memory than one. A span of which most words change keeps all of them.
-The difference of the two versions is found afterwards, from the new one and slices of the old one.
+While it is written over, each span of it keeps the words of 8 bytes that change. In 16 bits few weights change from
+step to step, so both versions together take little more memory than one. A span of which most words change keeps all of
+them. The difference of the two versions is found afterwards, from the new one and slices of the old one.
 
 Invariants: the copy has exactly the bits of the weights that were taken last; `version` is the version before, and None
 where that cannot be restored bit for bit; whatever is taken without being held is undone by the next taking.
