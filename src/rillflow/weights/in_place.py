@@ -26,7 +26,7 @@ from rillflow.weights.delta_file import WORD, Made, Part, made_of, runs
 from rillflow.weights.fingerprint import bits_of, fingerprint
 from rillflow.weights.previous import Difference, Parts, collected
 
-_WORDS = 1 << 16  # of a span: a place in it takes two bytes
+_WORDS = 1 << 15  # of a span: a place in it takes two bytes, and a core's cache holds the span
 _KEPT = np.dtype(np.uint16).itemsize + WORD  # bytes of a word that is kept
 _MODULUS = 1 << 64
 
@@ -119,9 +119,10 @@ class InPlace:
                     run.weights[at : at + part.weights].copy_(weights[part].detach().reshape(-1))
             return
         threads = torch.get_num_threads()
+        room = torch.empty(threads * _WORDS * WORD // dtype.itemsize, dtype=dtype)
         with ThreadPoolExecutor(threads) as pool:
             for run in self._runs:
-                for span, end in _replaced(run, weights, threads, map if threads == 1 else pool.map):
+                for span, end in _replaced(run, weights, room, map if threads == 1 else pool.map):
                     run.spans.append(span)
                     run.ends.append(end)
 
@@ -154,17 +155,17 @@ class InPlace:
 
 
 def _replaced(
-    run: _Run, weights: Parts, threads: int, at_once: Callable[..., Iterable[tuple[_Span, int] | None]]
+    run: _Run, weights: Parts, room: torch.Tensor, at_once: Callable[..., Iterable[tuple[_Span, int] | None]]
 ) -> Iterator[tuple[_Span, int]]:
-    """Write the new weights over those of the run; yield the spans in which any changes, with their ends."""
-    now_N, size = bits_of(run.weights), _WORDS * WORD // run.weights.element_size()
-    room = torch.empty(threads * size, dtype=run.weights.dtype)
+    """Write the new weights over those of the run, as many at once as there is `room` for; yield the spans in which any
+    changes, with their ends."""
+    now_N, cast_N, size = bits_of(run.weights), bits_of(room), _WORDS * WORD // room.element_size()
     for part, at in run.places():
         flat = weights[part].detach().reshape(-1)
         for first in range(0, part.weights, len(room)):
-            new = room[: min(len(room), part.weights - first)]
-            new.copy_(flat[first : first + len(new)])
-            found = at_once(partial(_replace, now_N, bits_of(new), at + first, size), range(0, len(new), size))
+            count = min(len(room), part.weights - first)
+            room[:count].copy_(flat[first : first + count])
+            found = at_once(partial(_replace, now_N, cast_N[:count], at + first, size), range(0, count, size))
             yield from (one for one in found if one is not None)
 
 
@@ -174,15 +175,17 @@ def _replace(now_N: Array, new_N: Array, at: int, size: int, first: int) -> tupl
     begin, end = at + first, at + first + len(new_N)
     old_N = now_N[begin:end]
     whole = old_N.nbytes // WORD * WORD // old_N.itemsize
-    old_W = old_N[:whole].view(np.uint64)
-    places = np.flatnonzero(old_W != new_N[:whole].view(np.uint64))
+    old_W, new_W = (bits_N[:whole].view(np.uint64) for bits_N in (old_N, new_N))
+    places = np.flatnonzero(old_W != new_W)
     if not len(places) and np.array_equal(old_N[whole:], new_N[whole:]):
         return None
-    if len(places) * _KEPT < old_N.nbytes:
-        span = _Span(begin, old_N[whole:].copy(), places.astype(np.uint16), old_W[places])
-    else:
+    if len(places) * _KEPT >= old_N.nbytes:
         span = _Span(begin, old_N.copy(), None, None)
-    old_N[:] = new_N
+        old_N[:] = new_N
+        return span, end
+    span = _Span(begin, old_N[whole:].copy(), places.astype(np.uint16), old_W[places])
+    old_W[places] = new_W[places]
+    old_N[whole:] = new_N[whole:]
     return span, end
 
 

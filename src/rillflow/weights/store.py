@@ -153,15 +153,15 @@ class FolderStore(Folder):
     def has(
         self, version: int, tensors: Mapping[str, TensorFacts], aliases: Mapping[str, str], probe: Probe | None
     ) -> bool:
-        """Return whether `version` has these tensors and all that it is built from is undamaged; it then gets `probe`.
-
-        It reads the files block by block, so that it takes no memory."""
+        """Return whether `version` has these tensors, and all that it is built from is undamaged. It then gets the
+        probe."""
         try:
-            manifest = self.verified(version)
+            manifest = self.manifest(version)
+            if (manifest.tensors, manifest.aliases, manifest.adapter) != (tensors, aliases, None):
+                return False
+            self.verify(manifest)
         except (CorruptData, WeightsError) as error:
             log.warning("writing version %d again: %s", version, error)
-            return False
-        if (manifest.tensors, manifest.aliases) != (tensors, aliases):
             return False
         self._replace(msgspec.structs.replace(manifest, probe=probe))
         return True
