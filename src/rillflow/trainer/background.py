@@ -125,24 +125,24 @@ class HostCopy:
         self._stay = stay
         self._memory: dict[str, torch.Tensor] = {}
 
-    def take(self, tensors: Tensors) -> dict[str, torch.Tensor]:
-        """Return the copies, which are valid until the next call."""
+    def take(self, tensors: Tensors, dtype: torch.dtype | None = None) -> dict[str, torch.Tensor]:
+        """Return the copies, in `dtype` if it is given, which are valid until the next call."""
         kept, aliases = unique(tensors)
-        self._memory = {name: self._room(name, tensor) for name, tensor in kept.items()}
+        self._memory = {name: self._room(name, tensor, dtype or tensor.dtype) for name, tensor in kept.items()}
         for name, tensor in kept.items():
             self._memory[name].copy_(tensor.detach(), non_blocking=True)
         if any(tensor.is_cuda for tensor in kept.values()):
             torch.cuda.synchronize()
         return self._memory | {alias: self._memory[name] for alias, name in aliases.items()}
 
-    def _room(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+    def _room(self, name: str, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """Return memory for a tensor. It is pinned for copies from a GPU, which are then several times faster."""
         known = self._memory.get(name)
-        if known is not None and known.shape == tensor.shape and known.dtype == tensor.dtype:
+        if known is not None and known.shape == tensor.shape and known.dtype == dtype:
             return known
         if self._stay:
-            return torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
-        return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
+            return torch.empty(tensor.shape, dtype=dtype, device=tensor.device)
+        return torch.empty(tensor.shape, dtype=dtype, pin_memory=tensor.is_cuda)
 
 
 # ---------------------------------------------------------------- reports of ranks that write into one folder

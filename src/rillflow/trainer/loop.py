@@ -47,7 +47,8 @@ from rillflow.storage.spans import NoSpans, Spans
 from rillflow.trainer.checkpoint import Checkpoints, State, random_state, restore_random
 from rillflow.trainer.parallel import Alone, Peers, RunOver, Stopped
 from rillflow.trainer.process import StepProfiler
-from rillflow.trainer.publisher import Publisher, Retention, ShardPublisher
+from rillflow.trainer.publisher import Publisher, Retention
+from rillflow.trainer.shard_publisher import ShardPublisher
 from rillflow.trainer.stream import Parts, StepRecord, Stream
 from rillflow.types import KeptTokens
 from rillflow.weights import FolderStore
@@ -80,7 +81,7 @@ class TrainerLoop:
 
     `in_use` returns the versions that live nodes serve, `wanted` those that evaluations want kept; `published` is
     called after every change of the store. A `generator` samples while the loop waits for a batch, if the worker's
-    graph generates. With `shard_deltas` the ranks of a sharded model publish together; otherwise rank 0 does. `probe`
+    graph generates. With `by_shards` the ranks of a sharded model publish together; otherwise rank 0 does. `probe`
     makes the probe of the current weights; all ranks call it together. `spans` record when it trains. A `profiler`
     profiles some steps.
     """
@@ -105,7 +106,7 @@ class TrainerLoop:
         in_use: Callable[[], Collection[int]] = tuple,
         wanted: Callable[[], Collection[int]] = tuple,
         published: Callable[[], None] = lambda: None,
-        shard_deltas: bool = False,
+        by_shards: bool = False,
         probe: Callable[[], Probe | None] = _no_probe,
         spans: Spans | None = None,
         profiler: StepProfiler | None = None,
@@ -118,7 +119,7 @@ class TrainerLoop:
         self._published = published
         self._peers = peers or Alone()
         retention = Retention(keeps.keep, keeps.retain, lambda: checkpoints.needed, in_use, wanted)
-        self._shards = ShardPublisher(store, publish_dtype, self._peers, retention, published) if shard_deltas else None
+        self._shards = ShardPublisher(store, publish_dtype, self._peers, retention, published) if by_shards else None
         self._publisher = self._shards or Publisher(store, publish_dtype, retention, published)
         self._config = config
         self._dtype = publish_dtype
@@ -182,8 +183,13 @@ class TrainerLoop:
         startup.doing("reading the last checkpoint")
         self._version = self._saved = self._restore()
         startup.doing("publishing the first weights" if self._version == 0 else "taking up the published weights")
-        weights, self._proof = self._weights(), self._probe()
-        self._on_first(lambda: self._take_over(weights))
+        self._proof = self._probe()
+        if self._shards is None:
+            weights = self._weights()
+            self._on_first(lambda: self._write_root(weights))
+        else:
+            self._write_root_of(self._shards)
+        self._on_first(self._take_over)
         self._next = msgspec.json.decode(self._peers.first(msgspec.json.encode(self._next)), type=int)
 
     def _restore(self) -> int:
@@ -196,13 +202,36 @@ class TrainerLoop:
         restore_random(found.state.random_of(self._peers.rank))
         return found.state.version
 
-    def _take_over(self, weights: Tensors) -> None:
-        if self._store.highest() < self._version:
-            # The store lacks this version: the run is new, its weights were removed, or it ended between a checkpoint
-            # and the publication of its version.
+    def _write_root(self, weights: Tensors) -> None:
+        if self._is_new():
             self._store.publish(weights, self._version, parent=None, probe=self._proof)
         else:
             self._store.mend(weights, self._version, self._proof)
+
+    def _write_root_of(self, publisher: ShardPublisher) -> None:
+        """Write the same by all ranks, if it is not there."""
+        shards, there, error = self._worker.shards(self._dtype), [False], None
+
+        def look() -> None:
+            facts = shards.tensors, shards.aliases
+            there[0] = not self._is_new() and self._store.has(self._version, *facts, self._proof)
+
+        self._on_first(look)
+        if not self._peers.first(b"there" if there[0] else b""):
+            publisher.take_shards(shards, self._proof)
+            publisher.begin(self._version, None)
+            try:
+                publisher.finish()
+            except Exception as raised:
+                error = raised
+        self._peers.agree(error)
+
+    def _is_new(self) -> bool:
+        """Return whether the store lacks this version: the run is new, its weights were removed, or it ended between a
+        checkpoint and the publication of its version."""
+        return self._store.highest() < self._version
+
+    def _take_over(self) -> None:
         joined = self._stream.join(self._version, self._store.highest())
         if joined.version != self._version:
             raise RunError(
@@ -286,7 +315,7 @@ class TrainerLoop:
         adapter, probe = self._worker.adapter(), self._probe()
         self._proof = probe
         if self._shards is not None:
-            self._shards.take_shards(self._worker.shards(self._dtype), self._weights, probe)
+            self._shards.take_shards(self._worker.shards(self._dtype), probe)
         elif adapter is None:
             weights = self._weights()
             if self._peers.rank == 0:

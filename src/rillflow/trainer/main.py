@@ -278,7 +278,7 @@ def build_loop(
         in_use=in_use,
         wanted=wanted,
         published=published,
-        shard_deltas=settings.writes_deltas and _sharded(recipe, policy, peers),
+        by_shards=_sharded(recipe, policy, peers) and settings.trainer.lora is None,
         probe=worker.prober(settings),
         spans=spans,
         profiler=StepProfiler.of(settings.trainer.profile, folder / "profiles" / policy, peers.rank),

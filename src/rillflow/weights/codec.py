@@ -14,10 +14,11 @@ is merged; other weights are those of the base.
 from __future__ import annotations
 
 import json
+import math
 import struct
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from safetensors import SafetensorError
@@ -54,8 +55,9 @@ _DTYPES = {
 }
 
 
-def tensor_facts(tensor: torch.Tensor) -> TensorFacts:
-    return TensorFacts(dtype=str(tensor.dtype).removeprefix("torch."), shape=list(tensor.shape))
+def tensor_facts(tensor: torch.Tensor, dtype: torch.dtype | None = None) -> TensorFacts:
+    """Return the facts of a tensor, or of the tensor in another `dtype`."""
+    return TensorFacts(dtype=str(dtype or tensor.dtype).removeprefix("torch."), shape=list(tensor.shape))
 
 
 def unique(tensors: Mapping[str, torch.Tensor]) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
@@ -73,8 +75,20 @@ def unique(tensors: Mapping[str, torch.Tensor]) -> tuple[dict[str, torch.Tensor]
     return kept, aliases
 
 
+class Pieces(NamedTuple):
+    """A tensor in consecutive pieces, which together have as many weights as its shape says."""
+
+    dtype: torch.dtype
+    shape: Sequence[int]
+    pieces: Sequence[torch.Tensor]
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
 def encode(
-    tensors: Mapping[str, torch.Tensor], stem: str = "model", notes: Mapping[str, str] | None = None
+    tensors: Mapping[str, torch.Tensor | Pieces], stem: str = "model", notes: Mapping[str, str] | None = None
 ) -> Iterator[tuple[str, Iterator[bytes | memoryview]]]:
     """Yield named shards and their bytes, lazily. `tensors` must be `unique`. `notes` go into each shard's header."""
     shards = list(_shards(tensors))
@@ -83,9 +97,9 @@ def encode(
         yield name, _file({key: tensors[key] for key in names}, notes or {})
 
 
-def _file(tensors: Mapping[str, torch.Tensor], notes: Mapping[str, str]) -> Iterator[bytes | memoryview]:
+def _file(tensors: Mapping[str, torch.Tensor | Pieces], notes: Mapping[str, str]) -> Iterator[bytes | memoryview]:
     """Yield the pieces of a safetensors file, the widest numbers first, so that all of them are aligned."""
-    order = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
+    order = sorted(tensors, key=lambda name: (-tensors[name].dtype.itemsize, name))
     header: dict[str, object] = {"__metadata__": {"format": "pt", **notes}}
     at = 0
     for name in order:
@@ -99,7 +113,8 @@ def _file(tensors: Mapping[str, torch.Tensor], notes: Mapping[str, str]) -> Iter
     text += b" " * (-len(text) % _ALIGNMENT)
     yield struct.pack("<Q", len(text)) + text
     for name in order:
-        yield _bytes(tensors[name])
+        tensor = tensors[name]
+        yield from map(_bytes, tensor.pieces if isinstance(tensor, Pieces) else [tensor])
 
 
 def _bytes(tensor: torch.Tensor) -> memoryview:
@@ -136,7 +151,7 @@ def tied(tensors: Mapping[str, torch.Tensor], manifest: VersionManifest) -> dict
     return {**tensors, **{alias: tensors[name] for alias, name in manifest.aliases.items()}}
 
 
-def _shards(tensors: Mapping[str, torch.Tensor]) -> Iterator[list[str]]:
+def _shards(tensors: Mapping[str, torch.Tensor | Pieces]) -> Iterator[list[str]]:
     names: list[str] = []
     size = 0
     for name, tensor in tensors.items():

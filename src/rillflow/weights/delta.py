@@ -26,7 +26,7 @@ from rillflow.kernels.delta.format import CODED, DAMAGED, DENSE, RAW, SAME, Arra
 from rillflow.weights.fingerprint import bits_of, fingerprint
 
 # Each changed weight takes some dozen bytes while its segment is coded; each segment has a table of its own.
-_SPARSE_LOG2, _DENSE_LOG2 = 22, 20
+SEGMENT_LOG2, _DENSE_LOG2 = 22, 20
 _MODULUS = 1 << 64
 
 T = TypeVar("T")
@@ -36,19 +36,24 @@ R = TypeVar("R")
 def encode(base: torch.Tensor, new: torch.Tensor, known: int | None = None) -> Encoded:
     """The delta that makes `new` of `base`; both have the same dtype and shape. `known` is the fingerprint of `base`,
     where the caller has it: it is not computed again, and not checked."""
-    layout = format.layout_of_pair(base, new)
+    format.layout_of_pair(base, new)
     if base.is_cuda and kernels.enabled("delta_gpu"):
         from rillflow.kernels.delta import gpu
 
         return gpu.encode_gpu(base, new, known)
-    old_N, new_N = bits_of(base.cpu()), bits_of(new.cpu())
-    log2 = _segment_log2(old_N, new_N)
-    made = list(_at_once(lambda run: _encode(old_N[run], new_N[run], run.start, layout), _runs(len(old_N), log2)))
-    before = fingerprint(base) if known is None else known
-    result = (before + sum(segment.gained for segment in made)) % _MODULUS
-    header = Header(layout.code, log2, len(old_N), before, result)
+    return encode_slices(bits_of(base.cpu()).__getitem__, new.cpu(), fingerprint(base) if known is None else known)
+
+
+def encode_slices(old: Callable[[slice], Array], new: torch.Tensor, known: int) -> Encoded:
+    """The same for weights on the host with a base of which only slices are in memory at once: `old` returns the bits
+    of one, and `known` is the fingerprint of all."""
+    new_N, layout = bits_of(new), format.layout_of(new)
+    log2 = _segment_log2(old, new_N)
+    made = list(_at_once(lambda run: _encode(old(run), new_N[run], run.start, layout), runs_of(len(new_N), log2)))
+    result = (known + sum(segment.gained for segment in made)) % _MODULUS
+    header = Header(layout.code, log2, len(new_N), known, result)
     data = format.sealed(header, (piece for segment in made for piece in segment.pieces))
-    return Encoded(data, before, result, sum(segment.changed for segment in made))
+    return Encoded(data, known, result, sum(segment.changed for segment in made))
 
 
 def decode(base: torch.Tensor, data: Buffer, known: int | None = None) -> Change:
@@ -63,7 +68,7 @@ def decode(base: torch.Tensor, data: Buffer, known: int | None = None) -> Change
     header, body = format.opened(data)
     old_N = bits_of(base)
     header.check_base(layout, len(old_N), fingerprint(base) if known is None else known)
-    parts = zip(_runs(len(old_N), header.segment_log2), format.segments(header, body), strict=True)
+    parts = zip(runs_of(len(old_N), header.segment_log2), format.segments(header, body), strict=True)
     found = _Found(old_N)
     for run, (index_K, value_K, gained) in _at_once(lambda part: (part[0], _decode(old_N, *part, layout)), parts):
         found.add(run.start, index_K, value_K, gained)
@@ -120,15 +125,23 @@ class _Segment(NamedTuple):
     changed: int
 
 
-def _segment_log2(old_N: Array, new_N: Array) -> int:
+def _segment_log2(old: Callable[[slice], Array], new_N: Array) -> int:
     """By a sample: the first few of every 4096 weights."""
-    whole = len(old_N) // 4096 * 4096
-    old, new = (bits_N[:whole].reshape(-1, 4096)[:, :64] if whole else bits_N for bits_N in (old_N, new_N))
-    return _DENSE_LOG2 if np.count_nonzero(old != new) > DENSE * old.size else _SPARSE_LOG2
+    changed = size = 0
+    for run in runs_of(len(new_N) // 4096 * 4096 or len(new_N), SEGMENT_LOG2):
+        pair = (_sample(bits_N) for bits_N in (old(run), new_N[run]))
+        differ = np.not_equal(*pair)
+        changed, size = changed + int(np.count_nonzero(differ)), size + differ.size
+    return _DENSE_LOG2 if changed > DENSE * size else SEGMENT_LOG2
 
 
-def _runs(weights: int, log2: int) -> Iterator[slice]:
-    return (slice(start, start + (1 << log2)) for start in range(0, weights, 1 << log2))
+def _sample(bits_N: Array) -> Array:
+    return bits_N.reshape(-1, 4096)[:, :64] if len(bits_N) >= 4096 else bits_N
+
+
+def runs_of(weights: int, log2: int) -> Iterator[slice]:
+    """Yield the slices of so many weights that have at most `1 << log2`."""
+    return (slice(start, min(start + (1 << log2), weights)) for start in range(0, weights, 1 << log2))
 
 
 def _encode(old_N: Array, new_N: Array, start: int, layout: Layout) -> _Segment:

@@ -214,7 +214,7 @@ def piece_of(parts: tuple[Part, ...], base: torch.Tensor, new: torch.Tensor, kno
     assert all(can_begin(part.first, base.element_size()) for part in parts), "parts begin at whole words"
     if base.dtype not in DTYPES:
         return _raw_piece(parts, base, new)
-    return _made(parts, delta.encode(base, new, known))
+    return made_of(parts, delta.encode(base, new, known))
 
 
 def pieces_on_device(
@@ -227,10 +227,11 @@ def pieces_on_device(
 
     sums = [value for value in known if value is not None]
     encoded = gpu.encode_many(pairs, sums if len(sums) == len(known) else None)
-    return [_made(parts, one) for parts, one in zip(runs, encoded, strict=True)]
+    return [made_of(parts, one) for parts, one in zip(runs, encoded, strict=True)]
 
 
-def _made(parts: tuple[Part, ...], encoded: Encoded) -> Made:
+def made_of(parts: tuple[Part, ...], encoded: Encoded) -> Made:
+    """Return the piece of an encoded run; none if nothing has changed."""
     piece = Piece(parts, "delta", encoded.data) if encoded.changed else None
     return Made(piece, encoded.result, encoded.changed)
 

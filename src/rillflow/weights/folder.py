@@ -95,6 +95,13 @@ class Folder:
         adapter = self._adapter(manifest)
         return merged(self._base_of(manifest), adapter) if adapter is not None else dict(self._put_together(manifest))
 
+    def verify(self, manifest: VersionManifest) -> None:
+        """Raise CorruptData if a file differs of those that a version of all weights is built from. It reads them block
+        by block, which takes no memory."""
+        for one in self._chain(manifest):
+            for name in one.full_files or one.delta_files:
+                sealed.verify_file(self.path(one.version), name, one)
+
     def adapter(self, version: int) -> Adapter | None:
         """Return the adapter of a version, or None for a version of all weights."""
         return self._adapter(self.manifest(version))

@@ -6,7 +6,8 @@ published as `version`, whatever the caller does to its own tensors.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -37,6 +38,32 @@ class Difference(NamedTuple):
     changed: int
 
 
+def collected(
+    made: Iterable[tuple[tuple[Part, ...], Made]], known: Mapping[Part, int], weights: Parts, most: float = math.inf
+) -> Difference | None:
+    """Return the difference of what was made of each run; None if it takes more than `most` bytes. `known` are the sums
+    of the version before, `weights` the new ones."""
+    pieces: list[Piece] = []
+    fingerprints_of_runs: list[int] = []
+    split: list[Part] = []  # parts that share a run, so that their sums are not those of the run
+    sums = dict(known)
+    size = changed = 0
+    for parts, (piece, found, count) in made:
+        fingerprints_of_runs.append(found)
+        if piece is None:
+            continue
+        pieces.append(piece)
+        if len(parts) == 1 and parts[0].first == 0:
+            sums[parts[0]] = found
+        else:
+            split += parts
+        changed, size = changed + count, size + len(piece.data)
+        if size > most:
+            return None
+    sums |= sums_of({part: weights[part] for part in split})
+    return Difference(pieces, sums, fingerprints_of_runs, changed)
+
+
 @dataclass(slots=True)
 class _Run:
     parts: tuple[Part, ...]
@@ -59,26 +86,8 @@ class Previous:
 
     def difference(self, weights: Parts, most: float) -> Difference | None:
         """Return what turns this version into the fitting `weights`; None if that takes more than `most` bytes."""
-        pieces: list[Piece] = []
-        fingerprints_of_runs: list[int] = []
-        split: list[Part] = []  # parts that share a run, so that their sums are not those of the run
-        sums = dict(self._sums)
-        size = changed = 0
-        for some in _batches(self._runs):
-            for run, (piece, found, count) in zip(some, _made(some, weights), strict=True):
-                fingerprints_of_runs.append(found)
-                if piece is None:
-                    continue
-                pieces.append(piece)
-                if len(run.parts) == 1 and run.parts[0].first == 0:
-                    sums[run.parts[0]] = found
-                else:
-                    split += run.parts
-                changed, size = changed + count, size + len(piece.data)
-            if size > most:
-                return None
-        sums |= sums_of({part: weights[part] for part in split})
-        return Difference(pieces, sums, fingerprints_of_runs, changed)
+        made = (pair for some in _batches(self._runs) for pair in zip(some, _made(some, weights), strict=True))
+        return collected(((run.parts, one) for run, one in made), self._sums, weights, most)
 
     def hold(
         self,

@@ -48,6 +48,7 @@ if TYPE_CHECKING:
     from rillflow.contracts import Tensors
     from rillflow.types import Probe
     from rillflow.weights.delta_file import Part
+    from rillflow.weights.manifest import TensorFacts
     from rillflow.weights.previous import Difference, Previous
 
 log = logging.getLogger(__name__)
@@ -102,6 +103,11 @@ class FolderStore(Folder):
         """Return whether the store writes deltas."""
         return self._previous is not None
 
+    @property
+    def fingerprints(self) -> bool:
+        """Return whether versions have fingerprints, which deltas need."""
+        return self._fingerprints
+
     # ------------------------------------------------------------ writing
 
     def publish(self, tensors: Tensors, version: int, parent: int | None, probe: Probe | None = None) -> Publication:
@@ -141,10 +147,29 @@ class FolderStore(Folder):
         if self.path(version).exists():
             sealed.remove(self.path(version))
         self._write(tensors, version, parent=None, probe=probe)
+        self._tell_rewritten(version)
+        return True
+
+    def has(
+        self, version: int, tensors: Mapping[str, TensorFacts], aliases: Mapping[str, str], probe: Probe | None
+    ) -> bool:
+        """Return whether `version` has these tensors, and all that it is built from is undamaged. It then gets the
+        probe."""
+        try:
+            manifest = self.manifest(version)
+            if (manifest.tensors, manifest.aliases, manifest.adapter) != (tensors, aliases, None):
+                return False
+            self.verify(manifest)
+        except (CorruptData, WeightsError) as error:
+            log.warning("writing version %d again: %s", version, error)
+            return False
+        self._replace(msgspec.structs.replace(manifest, probe=probe))
+        return True
+
+    def _tell_rewritten(self, version: int) -> None:
         line = self.line()
         if line.head is not None:
             self._move(line.head, line.orphaned, rewritten={version})
-        return True
 
     def _hold(self, tensors: Tensors, version: int) -> None:
         """Keep tensors that were read back, as the base of the next delta."""
@@ -220,6 +245,13 @@ class FolderStore(Folder):
         self._check_new(manifest.version, manifest.parent)
         sealed.close(temporary, self.path(manifest.version), self._signed(manifest))
         self._move(manifest.version, self.line().orphaned)
+
+    def mend_filled(self, temporary: Path, manifest: VersionManifest) -> None:
+        """Put such a version in the place of one that `has` did not find."""
+        if self.path(manifest.version).exists():
+            sealed.remove(self.path(manifest.version))
+        sealed.close(temporary, self.path(manifest.version), self._signed(manifest))
+        self._tell_rewritten(manifest.version)
 
     def whole_is_due(self, parent: int) -> bool:
         """Return whether the version after `parent` must be whole, after `snapshot_every` deltas."""

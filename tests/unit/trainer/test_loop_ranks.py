@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -123,9 +124,9 @@ def test_ranks_publish_their_shards_together(tmp_path: Path, first: bool) -> Non
     def work(peers: ThreadPeers) -> Unigram:
         worker = Sharded(peers)
         TrainerLoop(
-            RankLedger(ledger, peers), worker, FolderStore(tmp_path / "w"),
+            RankLedger(ledger, peers), worker, FolderStore(tmp_path / "w", fingerprints=True),
             NotedCheckpoints(tmp_path / "c", ledger, peers),
-            TrainerConfig(checkpoint_every=2, batch_wait=5.0), peers=peers, shard_deltas=True, publish_first=first,
+            TrainerConfig(checkpoint_every=2, batch_wait=5.0), peers=peers, by_shards=True, publish_first=first,
         ).run()  # fmt: skip
         return worker
 
@@ -138,6 +139,36 @@ def test_ranks_publish_their_shards_together(tmp_path: Path, first: bool) -> Non
     kinds = {version: (entry.delta_bytes > 0, entry.full_bytes > 0) for version, entry in store.line().entries.items()}
     assert kinds[7] == kinds[8] == (True, False)
     assert kinds[6] == (False, True), "after a restart there is nothing to begin with"
+
+
+@pytest.mark.parametrize("lost", ["damaged", "removed", "whole mode"])
+def test_ranks_write_a_lost_version_again_together(tmp_path: Path, lost: str) -> None:
+    ledger, fingerprints = Ledger(5), lost != "whole mode"
+
+    def work(peers: ThreadPeers) -> Unigram:
+        worker = Sharded(peers)
+        TrainerLoop(
+            RankLedger(ledger, peers), worker, FolderStore(tmp_path / "w", fingerprints=fingerprints),
+            NotedCheckpoints(tmp_path / "c", ledger, peers),
+            TrainerConfig(checkpoint_every=5, batch_wait=5.0), peers=peers, by_shards=True,
+        ).run()  # fmt: skip
+        return worker
+
+    expected = in_ranks(2, work)[0].weights(torch.float32)
+    store = FolderStore(tmp_path / "w")
+    assert all(bool(entry.full_bytes) is not fingerprints for entry in list(store.line().entries.values())[1:])
+    if lost == "removed":
+        shutil.rmtree(store.path(5))
+    else:
+        next(path for path in store.path(5).iterdir() if path.suffix != ".json").write_bytes(b"nothing")
+    before = store.manifest(4)
+    in_ranks(2, work)
+    assert store.manifest(5).full_files
+    assert store.manifest(4) == before
+    assert all(torch.equal(store.pull(5)[name], tensor) for name, tensor in expected.items())
+    ledger.batches = 6
+    worker = in_ranks(2, work)[0]
+    assert all(torch.equal(store.pull(6)[name], t) for name, t in worker.weights(torch.float32).items())
 
 
 def test_a_commit_that_is_refused_ends_all_ranks(tmp_path: Path) -> None:

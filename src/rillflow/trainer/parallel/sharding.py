@@ -151,7 +151,8 @@ def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
 
 
 class Shards(NamedTuple):
-    """One rank's `parts` of a model's tensors; `tensors` and `aliases` describe the whole model."""
+    """One rank's `parts` of a model's tensors, as they are trained, until the next update; `tensors` and `aliases`
+    describe the whole model as it is published."""
 
     parts: dict[Part, torch.Tensor]
     tensors: dict[str, TensorFacts]
@@ -160,28 +161,27 @@ class Shards(NamedTuple):
 
 def shards_of(tensors: Tensors, aliases: Mapping[str, str], dtype: torch.dtype, peers: Peers) -> Shards:
     """Return this rank's part of each tensor; the ranks of the first copy have them. Rank 0 has tensors that are not
-    sharded, and tensors whose shards do not begin at multiples of 8 bytes, which all ranks gather together."""
+    sharded, and tensors whose shards in `dtype` do not begin at multiples of 8 bytes, which all ranks gather
+    together."""
     parts: dict[Part, torch.Tensor] = {}
-    facts: dict[str, TensorFacts] = {}
     for name, tensor in tensors.items():
-        cast = tensor.to(dtype)
-        facts[name] = tensor_facts(cast)
-        first, mine = _own(cast, peers)
+        first, mine = _own(tensor, dtype, peers)
         if mine.numel():
             parts[Part(name, first, mine.numel())] = mine
+    facts = {name: tensor_facts(tensor, dtype) for name, tensor in tensors.items()}
     return Shards(parts, facts, dict(aliases))
 
 
-def _own(tensor: torch.Tensor, peers: Peers) -> tuple[int, torch.Tensor]:
+def _own(tensor: torch.Tensor, dtype: torch.dtype, peers: Peers) -> tuple[int, torch.Tensor]:
     """Return the place of the first weight of this rank's part, and the part."""
     if isinstance(tensor, DTensor):
         row = math.prod(tensor.shape[1:])
         place = shard_place(tensor, peers.rank, peers.size)
         firsts = [share(tensor.shape[0], shard, place.shards)[0] * row for shard in range(place.shards)]
-        if all(can_begin(first, tensor.element_size()) for first in firsts):
+        if all(can_begin(first, dtype.itemsize) for first in firsts):
             mine = tensor.to_local()
             return firsts[place.shard], mine if place.copy == 0 else mine.new_empty(0)
-        tensor = tensor.full_tensor()
+        tensor = whole(tensor, dtype, here=peers.rank == 0).to(tensor.to_local().device)
     return 0, tensor if peers.rank == 0 else tensor.new_empty(0)
 
 

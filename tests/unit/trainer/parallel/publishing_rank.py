@@ -16,7 +16,8 @@ from rillflow.trainer.parallel import Peers
 from rillflow.trainer.parallel.distributed import connect
 from rillflow.trainer.parallel.launch import Place
 from rillflow.trainer.parallel.sharding import shard
-from rillflow.trainer.publisher import Retention, ShardPublisher
+from rillflow.trainer.publisher import Retention
+from rillflow.trainer.shard_publisher import ShardPublisher
 from rillflow.weights import FolderStore
 from rillflow.weights.manifest import key_of
 
@@ -41,20 +42,16 @@ def publish(folder: Path, peers: Peers, dtype: torch.dtype, *, tied: bool) -> No
         weights, probe = optimizer.weights(dtype), prober()
         if alone is not None:
             alone.publish(weights, version, parent)
-        if parent is None:
-            if peers.rank == 0:
-                together.publish(weights, 0, None, probe)
-        else:
-            publisher.take_shards(optimizer.shards(dtype), lambda: optimizer.weights(dtype), probe)
-            with torch.no_grad():
-                before = [p.to_local().clone() for p in model.parameters()]
-                for parameter in model.parameters():
-                    parameter.zero_()  # training meanwhile does not change the taken weights
-            publisher.begin(version, parent)
-            publisher.finish()
-            with torch.no_grad():
-                for parameter, held in zip(model.parameters(), before, strict=True):
-                    parameter.to_local().copy_(held)
+        publisher.take_shards(optimizer.shards(dtype), probe)
+        with torch.no_grad():
+            before = [p.to_local().clone() for p in model.parameters()]
+            for parameter in model.parameters():
+                parameter.zero_()  # training meanwhile does not change the taken weights
+        publisher.begin(version, parent)
+        publisher.finish()
+        with torch.no_grad():
+            for parameter, held in zip(model.parameters(), before, strict=True):
+                parameter.to_local().copy_(held)
         for number, parameter in enumerate(model.parameters()):
             noise = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(100 * version + number))
             parameter.grad = torch.distributed.tensor.distribute_tensor(noise, parameter.device_mesh, [_rows()])

@@ -41,11 +41,14 @@ def compare(together: FolderStore, alone: FolderStore, version: int, ranks: int)
     check_signature(mine, KEY, "the manifest")
     assert mine.fingerprints == other.fingerprints
     assert (mine.tensors, mine.aliases, mine.parent) == (other.tensors, other.aliases, other.parent)
-    # The first one after a start is whole: no rank has anything to begin a delta with.
-    assert mine.delta_of == (version - 1 if version > 1 else None)
-    expected = {f"delta-{rank:05d}.rfd" for rank in range(ranks)} if version > 1 else set()
+    assert mine.delta_of == other.delta_of == (version - 1 if version else None)
+    expected = {f"delta-{rank:05d}.rfd" for rank in range(ranks)} if version else set()
     assert set(mine.delta_files) == expected
-    assert bool(mine.full_files) == (version in (0, 1) or (version - 1) % EVERY == 0)
+    assert bool(mine.full_files) == (version % EVERY == 0)
+    assert {name: mine.files[name] for name in mine.full_files} == {
+        name: other.files[name] for name in other.full_files
+    }
+    assert all(path.name[0] != "." for path in together.path(version).iterdir()), "files of rows are removed"
     pulled, whole = together.pull(version), alone.pull(version)
     assert pulled.keys() == whole.keys()
     for name, tensor in whole.items():
