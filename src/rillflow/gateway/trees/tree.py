@@ -152,10 +152,14 @@ class Node:
 
     def prompt(self) -> list[int]:
         """Return all ids of the path that ends here."""
+        return self.ids().tolist()
+
+    def ids(self) -> array[int]:
+        """Return `prompt` as an array."""
         ids = array("i")
         for node in self.path():
             ids += node.tokens
-        return ids.tolist()
+        return ids
 
     def _represent(self, messages: tuple[Message, ...]) -> None:
         """Add the node to the index: a history with `messages` after those of the parent is found here from now on."""
