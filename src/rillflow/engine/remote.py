@@ -15,7 +15,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import AsyncGenerator, Iterator
-from contextlib import aclosing, contextmanager, suppress
+from contextlib import aclosing, closing, contextmanager, suppress
 from typing import TypeVar
 
 import msgspec
@@ -26,7 +26,7 @@ from rillflow.types import Chunk, EngineInfo, GenerateRequest, Wire
 from rillflow.types.base import msgpack_decoder
 from rillflow.types.routes import BYTES, MSGPACK, Route, get, post, raw
 from rillflow.wire import Service
-from rillflow.wire.connections import Connections
+from rillflow.wire.connections import Arriving, Connections
 from rillflow.wire.messages import Request, Response, Send, Stream
 from rillflow.wire.tokens import Keyring
 
@@ -47,7 +47,7 @@ CONTROL_SECONDS = 2.0
 NEWS_SECONDS = 2.0  # age that information of the roster may have: a beat, and a look at the roster
 _CONNECTIONS = 8192  # bounded by the gateway's calls, which are bounded before they come here
 _END_SECONDS = 1.0
-_REFUSAL = 1 << 20  # bytes of a refusal
+_REFUSAL = 1 << 20  # most bytes of a refusal
 _OF_REQUESTS = (BadRequest, EngineError)
 
 
@@ -81,6 +81,7 @@ class Frame(Wire, frozen=True):
     error: ErrorBody | None = None
 
 
+_ALIVE = Frame()
 _encoder = msgspec.msgpack.Encoder()
 decode = msgspec.msgpack.Decoder(Frame).decode
 
@@ -245,33 +246,49 @@ class RemoteEngine:
         body = self._encode(Generate(policy=policy, request=request, floor=floor))
         route = EngineRoutes.generate
         with self._losses(self._stall):
-            async with self._connections.stream(route.method, route.path, body, self._stall) as answer:
+            answer = await self._connections.begin(route.method, route.path, body, self._stall)
+            with closing(answer):
                 if answer.status != 200:
-                    async with asyncio.timeout(self._stall):
-                        raise _refusal(self.name, answer.status, await answer.reader.read(_REFUSAL))
+                    raise _refusal(self.name, answer.status, await self._body(answer))
+                received = bytearray()
                 while True:
-                    async with asyncio.timeout(self._stall):
-                        chunk = await self._chunk(answer.reader)
+                    chunk = self._chunk(received)
                     if chunk is None:
+                        data = await answer.read(self._stall)
+                        if not data:
+                            raise EngineLost(f"engine {self.name} hung up in the middle of an answer")
+                        received += data
                         continue
                     self._note(policy, chunk.version)
                     if chunk.finish is not None:
-                        await _to_the_end(answer.reader)
+                        await _to_the_end(answer)
                         yield chunk
                         return
                     yield chunk
 
-    async def _chunk(self, stream: asyncio.StreamReader) -> Chunk | None:
-        """Return the next frame's chunk, or None for an empty frame; raise the error that a frame carries."""
-        size = int.from_bytes(await stream.readexactly(LENGTH), "little")
-        if size > LONGEST:
-            raise EngineLost(f"engine {self.name} sent a frame of {size} bytes")
-        if not size:
-            return None
-        frame: Frame = decode(await stream.readexactly(size))
-        if frame.error is not None:
-            raise _said(self.name, from_body(frame.error))
-        return frame.chunk
+    def _chunk(self, received: bytearray) -> Chunk | None:
+        """Take the first whole chunk from what was received, if any. Raise the error that a frame carries."""
+        while len(received) >= LENGTH:
+            size = int.from_bytes(received[:LENGTH], "little")
+            if size > LONGEST:
+                raise EngineLost(f"engine {self.name} sent a frame of {size} bytes")
+            if len(received) < LENGTH + size:
+                break
+            data = bytes(received[LENGTH : LENGTH + size])
+            del received[: LENGTH + size]
+            frame = decode(data) if data else _ALIVE
+            if frame.error is not None:
+                raise _said(self.name, from_body(frame.error))
+            if frame.chunk is not None:
+                return frame.chunk
+        return None
+
+    async def _body(self, answer: Arriving) -> bytes:
+        """Return the body of a refusal."""
+        body = b""
+        while len(body) < _REFUSAL and (part := await answer.read(self._stall)):
+            body += part
+        return body
 
     def _note(self, policy: str, version: int) -> None:
         # Streams are read at different speeds: an older version than the known one is ignored.
@@ -286,8 +303,6 @@ class RemoteEngine:
             raise EngineLost(f"engine {self.name} has gone from {self._url}")
         try:
             yield
-        except asyncio.IncompleteReadError as error:
-            raise EngineLost(f"engine {self.name} hung up in the middle of an answer") from error
         except TimeoutError as error:
             raise EngineLost(f"engine {self.name} was silent for {silence:.0f} s") from error
         except OSError as error:
@@ -296,11 +311,11 @@ class RemoteEngine:
             raise EngineLost(f"engine {self.name} answered with something else: {error}") from error
 
 
-async def _to_the_end(reader: asyncio.StreamReader) -> None:
-    """Read the end of a complete answer, so that its connection can be used again."""
-    with suppress(OSError, TimeoutError):
-        async with asyncio.timeout(_END_SECONDS):
-            await reader.read()
+async def _to_the_end(answer: Arriving) -> None:
+    """Wait for the end of a complete answer, so that its connection can be used again."""
+    with suppress(OSError):
+        while not answer.ended:
+            await answer.read(_END_SECONDS)
 
 
 def _refusal(name: str, status: int, body: bytes) -> RillflowError:

@@ -183,7 +183,8 @@ class Gateway(Service):
             name, policy = self._fitting(request, raw)
             call = dialect.to_call(request, self._defaults[name])
             _check_tools(call, name, policy)
-            return _Asked(request, msgspec.structs.replace(call, policy=name, agent=agent), policy.with_options(call.options))
+            call = msgspec.structs.replace(call, policy=name, agent=agent)
+            return _Asked(request, call, policy.with_options(call.options))
 
         async with session.turn:
             asked = await self._texts.run(read, long=len(raw) > SHORT_BODY)
@@ -192,7 +193,7 @@ class Gateway(Service):
         return asked
 
     def _fitting(self, request: Any, raw: bytes) -> tuple[str, Policy]:
-        """Return the policy of a request, decoded from `raw`. Raises ContextOverflow if it cannot fit into its context."""
+        """Return the policy of a request that was decoded from `raw`. Raises ContextOverflow if it cannot fit."""
         name = self._policy_name(request.model)
         policy = self._policies[name]
         refuse_too_long(request, len(raw), policy.renderer, policy.engine.context)
