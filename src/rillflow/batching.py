@@ -22,7 +22,7 @@ Answer = TypeVar("Answer")
 MOST = 256  # items of one call
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class _Waiting(Generic[Item, Answer]):
     item: Item
     size: int
@@ -64,7 +64,7 @@ class Batcher(Generic[Item, Answer]):
         if self._closed:
             raise _closed()
         loop = asyncio.get_running_loop()
-        waiting = _Waiting[Item, Answer](item, size, loop.create_future(), loop.time())
+        waiting: _Waiting[Item, Answer] = _Waiting(item, size, loop.create_future(), loop.time())
         self._waiting.append(waiting)
         self.size += size
         if len(self._running) < self._at_once:

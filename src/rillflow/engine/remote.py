@@ -14,8 +14,8 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import AsyncGenerator, Iterator
-from contextlib import aclosing, closing, contextmanager, suppress
+from collections.abc import AsyncGenerator
+from contextlib import aclosing, closing, suppress
 from typing import TypeVar
 
 import msgspec
@@ -48,6 +48,7 @@ NEWS_SECONDS = 2.0  # age that information of the roster may have: a beat, and a
 _CONNECTIONS = 8192  # bounded by the gateway's calls, which are bounded before they come here
 _END_SECONDS = 1.0
 _REFUSAL = 1 << 20  # most bytes of a refusal
+_LOSSES = (OSError, msgspec.MsgspecError)  # errors of a connection, and of an answer that is not an engine's
 _OF_REQUESTS = (BadRequest, EngineError)
 
 
@@ -227,12 +228,15 @@ class RemoteEngine:
     async def _told(self, route: Route[Body, EngineInfo], body: Body) -> EngineInfo:
         """Make one attempt; the caller repeats it."""
         data = self._encode(body) if route.has_body else b""
-        with self._losses(CONTROL_SECONDS):
+        self._check_open()
+        try:
             status, answer = await self._connections.call(route.method, route.path, data, CONTROL_SECONDS)
             if status != 200:
                 raise _refusal(self.name, status, answer)
             self.known = msgpack_decoder(route.reply).decode(answer)
-            self._told_at = asyncio.get_running_loop().time()
+        except _LOSSES as error:
+            raise self._lost(error, CONTROL_SECONDS) from error
+        self._told_at = asyncio.get_running_loop().time()
         return self.known
 
     async def close(self) -> None:
@@ -243,9 +247,10 @@ class RemoteEngine:
     # ------------------------------------------------------------ sampling
 
     async def generate(self, policy: str, request: GenerateRequest, floor: int = -1) -> AsyncGenerator[Chunk]:
+        self._check_open()
         body = self._encode(Generate(policy=policy, request=request, floor=floor))
         route = EngineRoutes.generate
-        with self._losses(self._stall):
+        try:
             answer = await self._connections.begin(route.method, route.path, body, self._stall)
             with closing(answer):
                 if answer.status != 200:
@@ -261,10 +266,13 @@ class RemoteEngine:
                         continue
                     self._note(policy, chunk.version)
                     if chunk.finish is not None:
-                        await _to_the_end(answer)
+                        if not answer.ended:
+                            await _to_the_end(answer)
                         yield chunk
                         return
                     yield chunk
+        except _LOSSES as error:
+            raise self._lost(error, self._stall) from error
 
     def _chunk(self, received: bytearray) -> Chunk | None:
         """Take the first whole chunk from what was received, if any. Raise the error that a frame carries."""
@@ -296,19 +304,17 @@ class RemoteEngine:
             self.known = msgspec.structs.replace(self.known, versions=self.known.versions | {policy: version})
             self._noted_at[policy] = asyncio.get_running_loop().time()
 
-    @contextmanager
-    def _losses(self, silence: float) -> Iterator[None]:
-        """Turn every error of the connection into EngineLost."""
+    def _check_open(self) -> None:
         if self._closed:
             raise EngineLost(f"engine {self.name} has gone from {self._url}")
-        try:
-            yield
-        except TimeoutError as error:
-            raise EngineLost(f"engine {self.name} was silent for {silence:.0f} s") from error
-        except OSError as error:
-            raise EngineLost(f"engine {self.name} cannot be reached: {type(error).__name__}: {error}") from error
-        except msgspec.MsgspecError as error:
-            raise EngineLost(f"engine {self.name} answered with something else: {error}") from error
+
+    def _lost(self, error: Exception, silence: float) -> EngineLost:
+        """Return the EngineLost for an error of the connection."""
+        if isinstance(error, TimeoutError):
+            return EngineLost(f"engine {self.name} was silent for {silence:.0f} s")
+        if isinstance(error, OSError):
+            return EngineLost(f"engine {self.name} cannot be reached: {type(error).__name__}: {error}")
+        return EngineLost(f"engine {self.name} answered with something else: {error}")
 
 
 async def _to_the_end(answer: Arriving) -> None:
