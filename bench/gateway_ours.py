@@ -8,7 +8,6 @@ and say what the last one left.
 from __future__ import annotations
 
 import asyncio
-import gc
 import json
 import sys
 from pathlib import Path
@@ -19,6 +18,7 @@ from rillflow.engine.remote import RemoteEngine
 from rillflow.gateway import Gateway, Policy, Renderer
 from rillflow.gateway.engine_pool import EnginePool, Fleet
 from rillflow.gateway.sessions.session_log import FileSessionLog
+from rillflow.wire.blocking import collect_seldom, keep_what_is_there
 
 LIMITS = GatewayConfig(sessions=1 << 20, total=1 << 16)
 
@@ -72,8 +72,8 @@ class Ours:
 async def main(upstream: str, folder: Path) -> None:
     ours = Ours(upstream, folder)
     url = await ours.gateway.start()
-    gc.collect()
-    gc.freeze()  # as a node does
+    keep_what_is_there()  # as a node does
+    collect_seldom()
     _say({"port": int(url.rpartition(":")[2])})
     while line := await asyncio.to_thread(sys.stdin.readline):
         ask = json.loads(line)

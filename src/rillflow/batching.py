@@ -22,7 +22,7 @@ Answer = TypeVar("Answer")
 MOST = 256  # items of one call
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Waiting(Generic[Item, Answer]):
     item: Item
     size: int

@@ -14,8 +14,8 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import AsyncGenerator, Iterator
-from contextlib import aclosing, contextmanager, suppress
+from collections.abc import AsyncGenerator
+from contextlib import aclosing, closing, suppress
 from typing import TypeVar
 
 import msgspec
@@ -26,7 +26,7 @@ from rillflow.types import Chunk, EngineInfo, GenerateRequest, Wire
 from rillflow.types.base import msgpack_decoder
 from rillflow.types.routes import BYTES, MSGPACK, Route, get, post, raw
 from rillflow.wire import Service
-from rillflow.wire.connections import Connections
+from rillflow.wire.connections import Arriving, Connections
 from rillflow.wire.messages import Request, Response, Send, Stream
 from rillflow.wire.tokens import Keyring
 
@@ -47,7 +47,8 @@ CONTROL_SECONDS = 2.0
 NEWS_SECONDS = 2.0  # age that information of the roster may have: a beat, and a look at the roster
 _CONNECTIONS = 8192  # bounded by the gateway's calls, which are bounded before they come here
 _END_SECONDS = 1.0
-_REFUSAL = 1 << 20  # bytes of a refusal
+_REFUSAL = 1 << 20  # most bytes of a refusal
+_LOSSES = (OSError, msgspec.MsgspecError)  # errors of a connection, and of an answer that is not an engine's
 _OF_REQUESTS = (BadRequest, EngineError)
 
 
@@ -81,6 +82,7 @@ class Frame(Wire, frozen=True):
     error: ErrorBody | None = None
 
 
+_ALIVE = Frame()
 _encoder = msgspec.msgpack.Encoder()
 decode = msgspec.msgpack.Decoder(Frame).decode
 
@@ -226,12 +228,15 @@ class RemoteEngine:
     async def _told(self, route: Route[Body, EngineInfo], body: Body) -> EngineInfo:
         """Make one attempt; the caller repeats it."""
         data = self._encode(body) if route.has_body else b""
-        with self._losses(CONTROL_SECONDS):
+        self._check_open()
+        try:
             status, answer = await self._connections.call(route.method, route.path, data, CONTROL_SECONDS)
             if status != 200:
                 raise _refusal(self.name, status, answer)
             self.known = msgpack_decoder(route.reply).decode(answer)
-            self._told_at = asyncio.get_running_loop().time()
+        except _LOSSES as error:
+            raise self._lost(error, CONTROL_SECONDS) from error
+        self._told_at = asyncio.get_running_loop().time()
         return self.known
 
     async def close(self) -> None:
@@ -242,36 +247,56 @@ class RemoteEngine:
     # ------------------------------------------------------------ sampling
 
     async def generate(self, policy: str, request: GenerateRequest, floor: int = -1) -> AsyncGenerator[Chunk]:
+        self._check_open()
         body = self._encode(Generate(policy=policy, request=request, floor=floor))
         route = EngineRoutes.generate
-        with self._losses(self._stall):
-            async with self._connections.stream(route.method, route.path, body, self._stall) as answer:
+        try:
+            answer = await self._connections.begin(route.method, route.path, body, self._stall)
+            with closing(answer):
                 if answer.status != 200:
-                    async with asyncio.timeout(self._stall):
-                        raise _refusal(self.name, answer.status, await answer.reader.read(_REFUSAL))
+                    raise _refusal(self.name, answer.status, await self._body(answer))
+                received = bytearray()
                 while True:
-                    async with asyncio.timeout(self._stall):
-                        chunk = await self._chunk(answer.reader)
+                    chunk = self._chunk(received)
                     if chunk is None:
+                        data = await answer.read(self._stall)
+                        if not data:
+                            raise EngineLost(f"engine {self.name} hung up in the middle of an answer")
+                        received += data
                         continue
                     self._note(policy, chunk.version)
                     if chunk.finish is not None:
-                        await _to_the_end(answer.reader)
+                        if not answer.ended:
+                            await _to_the_end(answer)
                         yield chunk
                         return
                     yield chunk
+        except _LOSSES as error:
+            raise self._lost(error, self._stall) from error
 
-    async def _chunk(self, stream: asyncio.StreamReader) -> Chunk | None:
-        """Return the next frame's chunk, or None for an empty frame; raise the error that a frame carries."""
-        size = int.from_bytes(await stream.readexactly(LENGTH), "little")
-        if size > LONGEST:
-            raise EngineLost(f"engine {self.name} sent a frame of {size} bytes")
-        if not size:
-            return None
-        frame: Frame = decode(await stream.readexactly(size))
-        if frame.error is not None:
-            raise _said(self.name, from_body(frame.error))
-        return frame.chunk
+    def _chunk(self, received: bytearray) -> Chunk | None:
+        """Take the first whole chunk from what was received, if any. Raise the error that a frame carries."""
+        while len(received) >= LENGTH:
+            size = int.from_bytes(received[:LENGTH], "little")
+            if size > LONGEST:
+                raise EngineLost(f"engine {self.name} sent a frame of {size} bytes")
+            if len(received) < LENGTH + size:
+                break
+            data = bytes(received[LENGTH : LENGTH + size])
+            del received[: LENGTH + size]
+            frame = decode(data) if data else _ALIVE
+            if frame.error is not None:
+                raise _said(self.name, from_body(frame.error))
+            if frame.chunk is not None:
+                return frame.chunk
+        return None
+
+    async def _body(self, answer: Arriving) -> bytes:
+        """Return the body of a refusal."""
+        body = b""
+        while len(body) < _REFUSAL and (part := await answer.read(self._stall)):
+            body += part
+        return body
 
     def _note(self, policy: str, version: int) -> None:
         # Streams are read at different speeds: an older version than the known one is ignored.
@@ -279,28 +304,24 @@ class RemoteEngine:
             self.known = msgspec.structs.replace(self.known, versions=self.known.versions | {policy: version})
             self._noted_at[policy] = asyncio.get_running_loop().time()
 
-    @contextmanager
-    def _losses(self, silence: float) -> Iterator[None]:
-        """Turn every error of the connection into EngineLost."""
+    def _check_open(self) -> None:
         if self._closed:
             raise EngineLost(f"engine {self.name} has gone from {self._url}")
-        try:
-            yield
-        except asyncio.IncompleteReadError as error:
-            raise EngineLost(f"engine {self.name} hung up in the middle of an answer") from error
-        except TimeoutError as error:
-            raise EngineLost(f"engine {self.name} was silent for {silence:.0f} s") from error
-        except OSError as error:
-            raise EngineLost(f"engine {self.name} cannot be reached: {type(error).__name__}: {error}") from error
-        except msgspec.MsgspecError as error:
-            raise EngineLost(f"engine {self.name} answered with something else: {error}") from error
+
+    def _lost(self, error: Exception, silence: float) -> EngineLost:
+        """Return the EngineLost for an error of the connection."""
+        if isinstance(error, TimeoutError):
+            return EngineLost(f"engine {self.name} was silent for {silence:.0f} s")
+        if isinstance(error, OSError):
+            return EngineLost(f"engine {self.name} cannot be reached: {type(error).__name__}: {error}")
+        return EngineLost(f"engine {self.name} answered with something else: {error}")
 
 
-async def _to_the_end(reader: asyncio.StreamReader) -> None:
-    """Read the end of a complete answer, so that its connection can be used again."""
-    with suppress(OSError, TimeoutError):
-        async with asyncio.timeout(_END_SECONDS):
-            await reader.read()
+async def _to_the_end(answer: Arriving) -> None:
+    """Wait for the end of a complete answer, so that its connection can be used again."""
+    with suppress(OSError):
+        while not answer.ended:
+            await answer.read(_END_SECONDS)
 
 
 def _refusal(name: str, status: int, body: bytes) -> RillflowError:

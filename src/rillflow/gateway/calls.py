@@ -18,7 +18,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from copy import copy
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeVar
 
@@ -50,8 +49,7 @@ THREADS = 2
 Result = TypeVar("Result")
 
 
-@dataclass(frozen=True, slots=True)
-class Call:
+class Call(msgspec.Struct, frozen=True):
     """One request of an agent, whatever its dialect.
 
     `tools_key` is equal for equal tools and options. `live`: the agent gets text while it is sampled. `previous` is the
@@ -76,7 +74,7 @@ class Call:
     agent: str = ""
     forced: tuple[str, ...] = ()
     allowed: tuple[str, ...] | None = None
-    options: Mapping[str, Any] = field(default_factory=dict)
+    options: Mapping[str, Any] = {}
 
 
 class Policy:
@@ -157,14 +155,14 @@ def begin(
     """Find the call's place in the tree, unless it is given, and make its choices. Reading them begins the sampling."""
     given = (place or _place(session, policy, call)).give()
     session.count(given)  # it stays in the tree even if the answer has no room
-    length = sum(len(node.tokens) for node in given.path())
-    room = policy.engine.context - length
+    ids = given.ids()
+    prompt = ids.tolist()
+    room = policy.engine.context - len(prompt)
     if room < 1:
-        raise _overflow(policy, length)
-    prompt = given.prompt()
+        raise _overflow(policy, len(prompt))
     inside = _opened(policy, call, prompt)
     grammar = _grammar(policy, call, inside)
-    draw = session.draw(call.policy, prompt)
+    draw = session.draw(call.policy, ids)
     seeds = session.seeds(draw, call.choices, call.sampling.seed)
     requests = [
         GenerateRequest(
@@ -300,13 +298,14 @@ class TextThreads:
         self._pool.shutdown(wait=False, cancel_futures=True)
 
 
-def refuse_too_long(request: msgspec.Struct, renderer: Renderer, context: int) -> None:
-    """Raise ContextOverflow if the text of a decoded request cannot fit into `context` tokens.
+def refuse_too_long(request: msgspec.Struct, size: int, renderer: Renderer, context: int) -> None:
+    """Raise ContextOverflow if the text of a request, decoded from `size` bytes, cannot fit into `context` tokens.
 
-    Everything in the request counts, whatever its dialect and field, so a new field is counted too.
+    Everything in the request counts, whatever its dialect and field, so a new field is counted too. A body has at least
+    as many bytes as characters, so the characters of a short one are not counted.
     """
     most = renderer.characters_of(context)
-    if _characters(request, most) >= most:
+    if size >= most and _characters(request, most) >= most:
         raise ContextOverflow(
             f"this model's context is {context} tokens, and a request with {most} characters cannot fit"
         )

@@ -128,7 +128,7 @@ class Control:
 
     def _check_giver(self, request: Request, session: Session) -> None:
         """Refuse a reward that does not count, and count the attempt."""
-        if self._givers == "agent" or (self._givers == "run" and self._gateway.has_token(request)):
+        if self._givers == "agent" or (self._givers == "run" and request.scope is not None):
             return
         session.rewards_refused += 1
         if self._givers == "nobody":

@@ -10,7 +10,6 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from hashlib import blake2b
 from typing import Any, NamedTuple
 from urllib.parse import quote
@@ -143,15 +142,11 @@ class Gateway(Service):
     def session_of(self, request: Request) -> Session:
         """Return the session of a request: that of its key, or with a token that of its path."""
         name = request.params.get("session")
-        if not self.has_token(request):
+        if request.scope is None:
             return self.sessions.of_key(presented_key(request))
         if name is None:
             raise CallRefused("this path has no session: send the session's own key, or use /s/SESSION")
         return self.sessions.get(name)
-
-    def has_token(self, request: Request) -> bool:
-        """Return whether a request has a token of the run, not a session's key."""
-        return self.keyring.scope_of(presented_key(request)) is not None
 
     def error_response(self, error: RillflowError, request: Request) -> Response:
         if request.path.startswith(OURS):
@@ -185,10 +180,11 @@ class Gateway(Service):
     async def _read(self, session: Session, dialect: Dialect, raw: bytes, agent: str) -> _Asked:
         def read() -> _Asked:
             request = dialect.decode(raw, self.limits)
-            name, policy = self._fitting(request)
+            name, policy = self._fitting(request, raw)
             call = dialect.to_call(request, self._defaults[name])
             _check_tools(call, name, policy)
-            return _Asked(request, replace(call, policy=name, agent=agent), policy.with_options(call.options))
+            call = msgspec.structs.replace(call, policy=name, agent=agent)
+            return _Asked(request, call, policy.with_options(call.options))
 
         async with session.turn:
             asked = await self._texts.run(read, long=len(raw) > SHORT_BODY)
@@ -196,11 +192,11 @@ class Gateway(Service):
             self._tell_overruled(session, replaced)
         return asked
 
-    def _fitting(self, request: Any) -> tuple[str, Policy]:
-        """Return the policy of a decoded request. Raises ContextOverflow if the request cannot fit into its context."""
+    def _fitting(self, request: Any, raw: bytes) -> tuple[str, Policy]:
+        """Return the policy of a request that was decoded from `raw`. Raises ContextOverflow if it cannot fit."""
         name = self._policy_name(request.model)
         policy = self._policies[name]
-        refuse_too_long(request, policy.renderer, policy.engine.context)
+        refuse_too_long(request, len(raw), policy.renderer, policy.engine.context)
         return name, policy
 
     def _admit(self, session: Session, asked: _Asked) -> lifetime.Begin:
@@ -245,7 +241,7 @@ class Gateway(Service):
 
         def read() -> _Counted:
             asked = messages.decode_count(raw, self.limits)
-            name, policy = self._fitting(asked)
+            name, policy = self._fitting(asked, raw)
             history, tools, tools_key = messages.prompt_of(asked)
             options = asked.chat_template_kwargs or {}
             return _Counted(name, policy.with_options(options), history, tools, tools_key)
@@ -259,7 +255,7 @@ class Gateway(Service):
 
         def read() -> _Counted:
             asked = responses.decode(raw, self.limits)
-            name, policy = self._fitting(asked)
+            name, policy = self._fitting(asked, raw)
             call = responses.to_call(asked, self._defaults[name])
             policy = policy.with_options(call.options)
             return _Counted(name, policy, call.history, call.tools, call.tools_key, call.previous)

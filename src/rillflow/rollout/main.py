@@ -29,7 +29,7 @@ from rillflow.rollout.node import Departure, Node
 from rillflow.rollout.push import FailureSender, Pusher
 from rillflow.rollout.rewards import LateRewards
 from rillflow.storage import read_json, startup, write_json
-from rillflow.wire.blocking import keep_what_is_there
+from rillflow.wire.blocking import collect_seldom, keep_what_is_there
 from rillflow.wire.tokens import Keyring
 
 log = logging.getLogger(__name__)
@@ -83,6 +83,7 @@ async def run_node(
         )
         parts.feed.on_ask = node.wake
         keep_what_is_there()
+        collect_seldom()
         on_ready(url)
         await node.run(going_on)
         parts.feed.close()

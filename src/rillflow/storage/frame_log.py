@@ -76,8 +76,7 @@ def _frame(segment: int, data: bytes, columns: Columns) -> Frame | Damage | Unre
     return Frame(int(owner), int(kind), column[:-1])
 
 
-@dataclass(frozen=True, slots=True)
-class _Added:
+class _Added(NamedTuple):
     """A frame on its way to the disk. `lost` is called when it could not be kept."""
 
     frame: Frame

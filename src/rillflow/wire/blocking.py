@@ -20,6 +20,7 @@ from typing import Any, TypeVar
 T = TypeVar("T")
 
 _TURN_SECONDS = 0.0005
+_YOUNG = 10_000  # new objects until a collection; Python's own 700 are a few calls
 _MOST_IDLE = 16  # daemon threads that are kept for later work
 
 
@@ -177,3 +178,11 @@ def keep_what_is_there() -> None:
     templates stay, and every full collection would delay all calls, or a step, to visit them again."""
     gc.collect()
     gc.freeze()
+
+
+def collect_seldom() -> None:
+    """Let collections wait for more new objects, in a process that serves many calls at once.
+
+    What a call needs lives as long as the call. Frequent collections visit it several times and find nothing to free.
+    """
+    gc.set_threshold(_YOUNG)

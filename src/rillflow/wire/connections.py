@@ -1,6 +1,6 @@
 """A pool of HTTP/1.1 connections to one service, for the calls between our own processes.
 
-Bodies are sent whole; an answer comes whole (`call`) or as it arrives (`stream`). A call takes an idle connection or
+Bodies are sent whole; an answer comes whole (`call`) or as it arrives (`begin`). A call takes an idle connection or
 opens one. At the limit it waits in a queue, within its own deadline. A call that ends early closes its connection,
 because the answer may still arrive. Decision 022 says why this is not a library.
 """
@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import Callable
 from typing import NamedTuple, TypeVar, cast
 from urllib.parse import SplitResult, urlsplit
 
@@ -23,7 +22,7 @@ T = TypeVar("T")
 
 CONNECTIONS = 256  # to one service
 _KEPT_SECONDS = 0.8 * IDLE_SECONDS  # the service may close an older idle connection just as a call begins
-_READ_AHEAD = 256 << 10  # unread bytes of a streamed answer; twice as many pause the connection
+_READ_AHEAD = 512 << 10  # unread bytes of an arriving answer; more pause the connection
 _ONE_WRITE = 64 << 10  # a body up to this size is sent in one write with its head
 
 
@@ -50,11 +49,68 @@ class Answer(NamedTuple):
     body: bytes
 
 
-class Arriving(NamedTuple):
-    """An answer of which the head is here; `reader` gives its body, and ConnectionError if the connection fails."""
+class Arriving:
+    """An answer that is read as it arrives. Call `close` when it was read, or is no longer wanted.
 
-    status: int
-    reader: asyncio.StreamReader
+    `status` is 0 until its head is here.
+    """
+
+    def __init__(self, connection: Connection, release: Callable[[Connection], None]) -> None:
+        self.status = 0
+        self.ended = False  # the whole body is here
+        self._connection = connection
+        self._release = release
+        self._parts: list[bytes] = []
+        self._size = 0
+        self._error: ConnectionError | None = None
+        self._news: asyncio.Future[None] | None = None
+
+    async def begin(self, head: bytes, body: bytes, seconds: float) -> None:
+        """Send the request and return once the head of the answer is here."""
+        self._connection.begin(self, head, body)
+        while not self.status:
+            await self._changed(seconds)
+
+    async def read(self, seconds: float) -> bytes:
+        """Return what was not read of the body, at least one byte; empty at its end.
+
+        TimeoutError if nothing comes for `seconds`, ConnectionError if the connection fails.
+        """
+        while not self._parts and not self.ended:
+            await self._changed(seconds)
+        data = self._parts[0] if len(self._parts) == 1 else b"".join(self._parts)
+        self._parts.clear()
+        self._size = 0
+        self._connection.resume()
+        return data
+
+    async def _changed(self, seconds: float) -> None:
+        if self._error is not None:
+            raise self._error
+        self._news = asyncio.get_running_loop().create_future()
+        await within(self._news, seconds)
+
+    def close(self) -> None:
+        """Make the connection ready for another call; one whose answer is not complete is closed."""
+        self._connection.end()
+        self._release(self._connection)
+
+    # ------------------------------------------------------------ called by the connection
+
+    def add(self, part: bytes) -> bool:
+        """Add a part of the body. Returns whether enough of it waits to be read."""
+        self._parts.append(part)
+        self._size += len(part)
+        self.wake()
+        return self._size > _READ_AHEAD
+
+    def fail(self, error: ConnectionError) -> None:
+        self._error = error
+        self.wake()
+
+    def wake(self) -> None:
+        if self._news is not None and not self._news.done():
+            self._news.set_result(None)
 
 
 class Connection(asyncio.Protocol):
@@ -64,8 +120,8 @@ class Connection(asyncio.Protocol):
         self.free_since = 0.0
         self._transport: asyncio.Transport | None = None
         self._answer: asyncio.Future[Answer] | None = None
-        self._arriving: asyncio.Future[Arriving] | None = None
-        self._reader: asyncio.StreamReader | None = None  # of an answer that is read as it arrives
+        self._arriving: Arriving | None = None  # until its end is here
+        self._paused = False
         self._parser = httptools.HttpResponseParser(self)
         self._body: list[bytes] = []
         self._head = 0  # bytes read of the current answer while its head is incomplete
@@ -91,25 +147,26 @@ class Connection(asyncio.Protocol):
             self._answer = None
             self._end_sending()
 
-    async def begin(self, head: bytes, body: bytes, seconds: float) -> Arriving:
-        """Return the answer once its head is here. Call `end` when it was read, or is no longer wanted."""
+    def begin(self, arriving: Arriving, head: bytes, body: bytes) -> None:
+        """Send a request whose answer is `arriving`. Call `end` when it was read, or is no longer wanted."""
         if self._transport is None:
             raise ConnectionResetError("the connection was closed")
-        arriving: asyncio.Future[Arriving] = asyncio.get_running_loop().create_future()
-        self._arriving, self._reader = arriving, asyncio.StreamReader(_READ_AHEAD)
-        self._reader.set_transport(self._transport)
+        self._arriving = arriving
         self._send(self._transport, head, body)
-        return await within(arriving, seconds)
 
     def end(self) -> None:
         """Make the connection ready for another call; one whose answer is not complete is closed."""
-        if self._reader is not None:
+        if self._arriving is not None:
             self.abort()
-            self._reader = None
-        self._arriving = None
-        if self._transport is not None and not self._transport.is_closing():
-            self._transport.resume_reading()  # the reader may have paused it, with the end of the answer in its buffer
+            self._arriving = None
+        self.resume()
         self._end_sending()
+
+    def resume(self) -> None:
+        """Receive again after a pause."""
+        if self._paused and self._transport is not None and not self._transport.is_closing():
+            self._transport.resume_reading()
+        self._paused = False
 
     def _send(self, transport: asyncio.Transport, head: bytes, body: bytes) -> None:
         if len(body) <= _ONE_WRITE:
@@ -134,7 +191,7 @@ class Connection(asyncio.Protocol):
         self._transport = cast("asyncio.Transport", transport)
 
     def data_received(self, data: bytes) -> None:
-        if self._answer is None and self._reader is None:
+        if self._answer is None and self._arriving is None:
             self.abort()  # data without a request
             return
         if self._in_head:
@@ -152,30 +209,31 @@ class Connection(asyncio.Protocol):
         self._fail(ConnectionResetError(f"the connection was cut: {error}" if error else "the connection was closed"))
 
     def _fail(self, error: ConnectionError) -> None:
-        for waiting in (self._answer, self._arriving):
-            if waiting is not None and not waiting.done():
-                waiting.set_exception(error)
-        if self._reader is not None:
-            self._reader.set_exception(error)
+        if self._answer is not None and not self._answer.done():
+            self._answer.set_exception(error)
+        if self._arriving is not None:
+            self._arriving.fail(error)
         self.abort()
 
     # ------------------------------------------------------------ called by the parser
 
     def on_message_begin(self) -> None:
-        if self._reader is None and (self._answer is None or self._answer.done()):
+        if self._arriving is None and (self._answer is None or self._answer.done()):
             self.abort()  # a second answer to one request
 
     def on_headers_complete(self) -> None:
         self._in_head = False
         status = self._parser.get_status_code()
-        if self._reader is not None and self._arriving is not None and not self._arriving.done() and status >= 200:
-            self._arriving.set_result(Arriving(status, self._reader))
+        if self._arriving is not None and status >= 200:
+            self._arriving.status = status
+            self._arriving.wake()
 
     def on_body(self, part: bytes) -> None:
-        if self._reader is not None:
-            self._reader.feed_data(part)
-        else:
+        if self._arriving is None:
             self._body.append(part)
+        elif self._arriving.add(part) and not self._paused and self._transport is not None:
+            self._transport.pause_reading()
+            self._paused = True
 
     def on_message_complete(self) -> None:
         parts, self._body = self._body, []
@@ -185,9 +243,10 @@ class Connection(asyncio.Protocol):
             return
         if not self._parser.should_keep_alive():
             cast("asyncio.Transport", self._transport).close()
-        if self._reader is not None:
-            self._reader.feed_eof()
-            self._reader = None
+        if self._arriving is not None:
+            self._arriving.ended = True
+            self._arriving.wake()
+            self._arriving = None
         if self._answer is not None and not self._answer.done():
             self._answer.set_result(Answer(status, parts[0] if len(parts) == 1 else b"".join(parts)))
 
@@ -226,20 +285,20 @@ class Connections:
         finally:
             self._release(connection)
 
-    @asynccontextmanager
-    async def stream(self, method: str, path: str, body: bytes, seconds: float) -> AsyncIterator[Arriving]:
-        """Send a request and yield its answer once its head is here, within `seconds`. How long its body may take is
-        the reader's to bound."""
+    async def begin(self, method: str, path: str, body: bytes, seconds: float) -> Arriving:
+        """Send a request and return its answer, to be closed, once its head is here, within `seconds`."""
         head = self._head(method, path, len(body), None)
         loop = asyncio.get_running_loop()
         end = loop.time() + seconds
         connection = self._kept(loop.time()) or await self._new(end)
         self._used.add(connection)
+        arriving = Arriving(connection, self._release)
         try:
-            yield await connection.begin(head, body, end - loop.time())
-        finally:
-            connection.end()
-            self._release(connection)
+            await arriving.begin(head, body, end - loop.time())
+        except BaseException:
+            arriving.close()
+            raise
+        return arriving
 
     def _release(self, connection: Connection) -> None:
         self._used.discard(connection)

@@ -8,6 +8,7 @@ from typing import TypeVar
 from urllib.parse import parse_qs
 
 from rillflow.errors import BadRequest
+from rillflow.types import TokenScope
 
 T = TypeVar("T")
 Send = Callable[[bytes], Awaitable[None]]
@@ -55,9 +56,13 @@ class Stream(Response):
 
 
 class Request:
-    """One request. Names of headers are in lower case; `params` has what the open segments of its path took."""
+    """One request. Names of headers are in lower case; `params` has what the open segments of its path took.
+
+    `scope` is that of its token; None for a key that is not one of the run's tokens.
+    """
 
     def __init__(self, method: str, path: str, query: str, headers: dict[str, str]) -> None:
+        self.scope: TokenScope | None = None
         self.method = method
         self.path = path
         self.headers = headers

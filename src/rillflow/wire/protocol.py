@@ -102,6 +102,7 @@ class Connection(asyncio.Protocol):
         self._headers: dict[str, str] = {}
         self._in_head = False
         self._head = 0
+        self._size = 0  # of the headers
         self._keep = True  # the connection may carry another request
         self._arriving: Request | None = None  # its body is not whole yet
         self._at_work: Request | None = None
@@ -160,7 +161,7 @@ class Connection(asyncio.Protocol):
     # ------------------------------------------------------------ called by the parser
 
     def on_message_begin(self) -> None:
-        self._in_head, self._head = True, 0
+        self._in_head, self._head, self._size = True, 0, 0
         self._url, self._headers = b"", {}
         if self._at_work is None:
             self.deadline = self._loop.time() + HEAD_SECONDS
@@ -170,6 +171,7 @@ class Connection(asyncio.Protocol):
 
     def on_header(self, name: bytes, value: bytes) -> None:
         key, text = name.decode("latin-1").lower(), value.decode("latin-1")
+        self._size += len(name) + len(value)
         if key in self._headers:
             text = f"{self._headers[key]}{'; ' if key == 'cookie' else ', '}{text}"
         self._headers[key] = text
@@ -177,7 +179,7 @@ class Connection(asyncio.Protocol):
     def on_headers_complete(self) -> None:
         self._in_head = False
         # The parser reports an exception raised here as an invalid request.
-        if len(self._url) + sum(len(name) + len(value) for name, value in self._headers.items()) > HEAD_LIMIT:
+        if len(self._url) + self._size > HEAD_LIMIT:
             raise ValueError(f"the head has more than {HEAD_LIMIT} bytes")
         path, _, query = self._url.partition(b"?")
         if not path.startswith(b"/"):

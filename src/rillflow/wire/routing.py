@@ -78,11 +78,9 @@ class _Place(Generic[Found]):
     def takes(self, segment: str) -> bool:
         return not self.digits or (segment.isdecimal() and len(segment) <= _DIGITS)
 
-    def step(self, segment: str) -> _Place[Found] | None:
-        found = self.places.get(segment)
-        if found is None and self.anything is not None and self.anything.takes(segment):
-            return self.anything
-        return found
+    def open(self, segment: str) -> _Place[Found] | None:
+        """Return the open child if it takes the segment."""
+        return self.anything if self.anything is not None and self.anything.takes(segment) else None
 
 
 class Routing(Generic[Found]):
@@ -102,7 +100,7 @@ class Routing(Generic[Found]):
         """Return the handler of the path and the values of its open segments; raises NotFound or WrongMethod."""
         place, taken = self._root, dict[str, str]()
         for segment in path.split("/")[1:]:
-            after = place.step(segment)
+            after = place.places.get(segment) or place.open(segment)
             if after is None:
                 raise NotFound(f"there is no {path[:_SHOWN]}", "look at the documentation for the routes")
             if after.name:

@@ -179,12 +179,13 @@ class Service:
     def _admitted(self, request: Request) -> Bound:
         """Return the route of a request whose token opens it."""
         presented = self.presented(request)
-        held = self.keyring.scope_of(presented)
-        if held is None and not self.opens(request.path, presented):
-            raise self.unauthorized()
+        if not self.opens(request.path, presented):
+            request.scope = self.keyring.scope_of(presented)
+            if request.scope is None:
+                raise self.unauthorized()
         bound, request.params = self._routing.find(request.path, request.method)
-        if held is not None:
-            check_scope(held, bound.route.scopes, request.path)
+        if request.scope is not None:
+            check_scope(request.scope, bound.route.scopes, request.path)
         return bound
 
     def _seen(self, bound: Bound, response: Response, begun: float) -> Response:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import msgspec
 from gateway_support import Script, ScriptedEngine, chunk, make_renderer
 
 from rillflow.errors import EngineError, RillflowError
@@ -91,8 +92,7 @@ class Player:
             parse_tools=tools is not None,
             agent="writer" if len(history) % 2 else "",
         )
-        for name, value in changes.items():
-            object.__setattr__(call, name, value)
+        call = msgspec.structs.replace(call, **changes)
         self.last = call
         number = session.admit(self.sessions.limits, 0.0)
         return begin(session, Policy(self.engine, RENDERER), call, f"{session.id}c{number}", 1)

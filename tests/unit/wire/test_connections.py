@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager, closing, suppress
 
 import pytest
 
@@ -372,10 +372,11 @@ async def test_a_stream_is_read_as_it_arrives_and_its_connection_is_used_again()
     async with peer(dripping) as connections:
         for _ in range(2):
             go_on.clear()
-            async with connections.stream("GET", "/", b"", 60) as answer:
-                assert (answer.status, await answer.reader.readexactly(3)) == (200, b"one")
+            with closing(await connections.begin("GET", "/", b"", 60)) as answer:
+                assert (answer.status, await answer.read(60)) == (200, b"one")
                 go_on.set()
-                assert await answer.reader.read() == b"two"
+                assert await answer.read(60) == b"two"
+                assert (await answer.read(60), answer.ended) == (b"", True)
         assert (served, len(connections._free)) == (2, 1)
 
 
@@ -393,14 +394,13 @@ async def test_a_stream_that_ends_early_ends_its_connection(end: str) -> None:
         gone.set()
 
     async with peer(endless, most=1) as connections:
-        with suppress(ConnectionError):
-            async with connections.stream("GET", "/", b"", 60) as answer:
-                assert await answer.reader.readexactly(3) == b"one"
-                if end == "closed":
-                    connections.close()
-                if end != "left":
-                    await answer.reader.read()
-                    pytest.fail("the stream has no end")
+        with suppress(ConnectionError), closing(await connections.begin("GET", "/", b"", 60)) as answer:
+            assert await answer.read(60) == b"one"
+            if end == "closed":
+                connections.close()
+            if end != "left":
+                await answer.read(60)
+                pytest.fail("the stream has no end")
         await asyncio.wait_for(gone.wait(), 60)
         assert (connections._free, connections._left) == ([], 1)
 
@@ -418,10 +418,12 @@ async def test_a_stream_that_is_not_read_pauses_its_sender() -> None:
                 await writer.drain()
                 sent += 1 << 16
 
-    async with peer(flooding) as connections, connections.stream("GET", "/", b"", 60) as answer:
-        assert await answer.reader.readexactly(10) == bytes(10)
-        before = -1
-        while before != sent:
-            before = sent
-            await asyncio.sleep(0.1)
-        assert sent < 32 << 20
+    async with peer(flooding) as connections:
+        with closing(await connections.begin("GET", "/", b"", 60)) as answer:
+            before = -1
+            while before != sent:
+                before = sent
+                await asyncio.sleep(0.1)
+            assert sent < 32 << 20
+            while sent < 40 << 20:
+                assert await answer.read(60)

@@ -164,11 +164,13 @@ def to_call(request: ChatRequest, defaults: SamplingConfig) -> Call:
 
 def to_message(place: int, given: ChatMessage) -> Message:
     """Return the message at `place` of a request."""
-    calls = [ToolCall(call.id, call.function.name, call.function.arguments) for call in given.tool_calls or ()]
+    content, called = given.content, given.tool_calls
+    if not isinstance(content, str):
+        content = joined(content, f"messages[{place}].content")
     return message(
         _ROLES.get(given.role, given.role),
-        joined(given.content, f"messages[{place}].content") or given.refusal or "",
-        calls,
+        content or given.refusal or "",
+        [ToolCall(call.id, call.function.name, call.function.arguments) for call in called] if called else (),
         reasoning=given.reasoning_content or "",
         name=given.name or "",
         call_id=given.tool_call_id or "",

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Sequence
+from operator import attrgetter
 from typing import Annotated, Any, Literal, Protocol, TypeVar
 
 import msgspec
@@ -95,12 +96,16 @@ _NEUTRAL: dict[str, Any] = {
     "allowed_token_ids": [],
     "use_beam_search": False,
 }
+_distortions = attrgetter(*_NEUTRAL)
+_NONE = (None,) * len(_NEUTRAL)
 
 
 # ---------------------------------------------------------------- the request
 
 
 def refuse_distortions(request: Distortions) -> None:
+    if _distortions(request) == _NONE:
+        return
     for name, neutral in _NEUTRAL.items():
         value = getattr(request, name)
         if value is not None and value != neutral:

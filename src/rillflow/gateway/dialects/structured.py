@@ -6,6 +6,7 @@ An answer has at most one shape. A request for two is refused, with the names of
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from operator import attrgetter
 from typing import Any, NamedTuple, Protocol
 
 import msgspec
@@ -43,13 +44,10 @@ def formatted(param: str, form: Mapping[str, Any] | None, *, nested: str | None 
 
 def guided(request: Guided, form: Mapping[str, Any] | None) -> Grammar | None:
     """Return the grammar of `response_format` (`form`) or of vLLM's own fields; None if none is set."""
-    asked = {
-        "guided_json": request.guided_json,
-        "guided_regex": request.guided_regex,
-        "guided_choice": request.guided_choice,
-        "guided_grammar": request.guided_grammar,
-    }
-    found = {param: _of(param.removeprefix("guided_"), value, param) for param, value in asked.items() if value}
+    if form is None and not request.structured_outputs and not any(_guided(request)):
+        return None
+    asked = zip(_GUIDED, _guided(request), strict=True)
+    found = {param: _of(param.removeprefix("guided_"), value, param) for param, value in asked if value}
     for kind, value in (request.structured_outputs or {}).items():
         if value and kind in _KINDS:
             param = f"structured_outputs.{kind}"
@@ -61,6 +59,8 @@ def guided(request: Guided, form: Mapping[str, Any] | None) -> Grammar | None:
     return next(iter(found.values()), None)
 
 
+_GUIDED = ("guided_json", "guided_regex", "guided_choice", "guided_grammar")
+_guided = attrgetter(*_GUIDED)
 _KINDS = ("json", "json_object", "regex", "choice", "grammar")
 
 

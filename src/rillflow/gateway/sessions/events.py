@@ -7,6 +7,8 @@ Integers beyond msgpack's 64 bits, which the arguments of a call may have, are w
 
 from __future__ import annotations
 
+import sys
+from array import array
 from collections.abc import Sequence
 from enum import IntEnum
 from itertools import groupby
@@ -273,8 +275,9 @@ def _ids(tokens: Sequence[int]) -> bytes:
     return (b"\2" if small else b"\4") + np.asarray(tokens, "<u2" if small else "<i4").tobytes()
 
 
-def _floats(values: Sequence[float]) -> bytes:
-    return np.asarray(values, "<f4").tobytes()
+def _floats(values: array[float]) -> bytes:
+    """Encode an array of 32-bit floats."""
+    return values.tobytes() if sys.byteorder == "little" else np.asarray(values, "<f4").tobytes()
 
 
 def _runs(versions: Sequence[int]) -> list[tuple[int, int]]:

@@ -15,13 +15,14 @@ from __future__ import annotations
 import asyncio
 import hmac
 import secrets
-from array import array
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from heapq import heappop, heappush
 from itertools import count
 from typing import Any, NamedTuple
+
+import numpy as np
 
 from rillflow.config import GatewayConfig
 from rillflow.contracts import Clock, SystemClock
@@ -183,7 +184,7 @@ class Session:
 
     # ------------------------------------------------------------ draws
 
-    def draw(self, policy: str, prompt: list[int]) -> Draw:
+    def draw(self, policy: str, prompt: Sequence[int]) -> Draw:
         """Return the next draw from this prompt: the lowest number that no other call has."""
         digest = prompt_digest(policy, prompt)
         taken = self.draws.setdefault(digest, set())
@@ -203,7 +204,7 @@ class Session:
 
 
 def prompt_digest(policy: str, prompt: Sequence[int]) -> bytes:
-    return blake2b(array("q", prompt).tobytes(), key=policy.encode()[:64], digest_size=16).digest()
+    return blake2b(np.asarray(prompt, np.int64).tobytes(), key=policy.encode()[:64], digest_size=16).digest()
 
 
 def size_of(node: Node) -> int:
@@ -233,6 +234,7 @@ class Sessions:
         self.clock = clock or SystemClock()
         self._secret = secret.encode()
         self._open: dict[str, Session] = {}
+        self._names: dict[str, str] = {}  # the ids of open sessions by their keys
         self._kept: dict[str, Session] = {}
         self._leaving: list[tuple[float, str, str]] = []  # a heap: when, id, key
 
@@ -308,6 +310,7 @@ class Sessions:
         session = self._open.pop(id, None)
         if session is None:
             raise session_gone(id)
+        self._names.pop(session.key, None)
         if not session.closed:
             self._cut(session)
         self._kept[id] = session
@@ -330,6 +333,7 @@ class Sessions:
     def _add(self, session: Session) -> None:
         session.places = asyncio.Semaphore(self.limits.concurrent)
         self._open[session.id] = session
+        self._names[session.key] = session.id
         heappush(self._leaving, (session.deadline + session.linger, session.id, session.key))
 
     def _sweep(self) -> None:
@@ -351,14 +355,15 @@ class Sessions:
 
     def of_key(self, key: str) -> Session:
         """Return the session that `key` opens. It is refused if the session was closed, or opened again since."""
-        name = self.name_in(key)
-        session = self.get(name)
-        if not hmac.compare_digest(session.key.encode(), key.encode()):
-            raise session_gone(name)
-        return session
+        name = self._names.get(key)
+        if name is None:
+            raise session_gone(self.name_in(key))
+        return self.get(name)
 
     def name_in(self, key: str) -> str:
         """Return the id in a key that this gateway signed; empty for any other text."""
+        if key in self._names:
+            return self._names[key]
         name, _, signature = key.rpartition(".")
         if not hmac.compare_digest(signature.encode(), self._sign(name).encode()):
             return ""

@@ -353,4 +353,4 @@ class Restored:
     def _draw(self, session: Session, call: _Call, nodes: dict[int, Node]) -> None:
         given = next((nodes[number].parent for number in call.nodes if number in nodes), None)
         if given is not None:
-            session.draws.setdefault(prompt_digest(call.policy, given.prompt()), set()).add(call.draw)
+            session.draws.setdefault(prompt_digest(call.policy, given.ids()), set()).add(call.draw)

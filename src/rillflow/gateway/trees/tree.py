@@ -152,10 +152,14 @@ class Node:
 
     def prompt(self) -> list[int]:
         """Return all ids of the path that ends here."""
+        return self.ids().tolist()
+
+    def ids(self) -> array[int]:
+        """Return `prompt` as an array."""
         ids = array("i")
         for node in self.path():
             ids += node.tokens
-        return ids.tolist()
+        return ids
 
     def _represent(self, messages: tuple[Message, ...]) -> None:
         """Add the node to the index: a history with `messages` after those of the parent is found here from now on."""
@@ -289,20 +293,18 @@ class HistoryIndex:
     def walk(self, history: Sequence[Message]) -> list[HistoryIndex]:
         """Return the entries after the first message, the first two, and so on, as far as they exist."""
         entries: list[HistoryIndex] = []
-        entry: HistoryIndex | None = self
+        entry: HistoryIndex = self
         for message in history:
-            entry = entry.next(message) if entry is not None else None
-            if entry is None:
+            found = entry.children.get(message.key) or entry.without_name(message)
+            if found is None:
                 break
-            entries.append(entry)
+            entries.append(found)
+            entry = found
         return entries
 
-    def next(self, message: Message) -> HistoryIndex | None:
-        """Return the entry after one more message. A name that the agent gave to a sampled answer does not count."""
-        found = self.children.get(message.key)
-        if found is not None or not message.unnamed:
-            return found
-        found = self.children.get(message.unnamed)
+    def without_name(self, message: Message) -> HistoryIndex | None:
+        """Return the entry after one more message whose name does not count: the agent gave it to a sampled answer."""
+        found = self.children.get(message.unnamed) if message.unnamed else None
         return found if found is not None and any(node.kind == "sampled" for node in found.nodes) else None
 
 
@@ -319,8 +321,8 @@ def longest(entries: Sequence[HistoryIndex], history: Sequence[Message]) -> Matc
     Among equally long ones, the order is: the one with most of the history's tool-call ids and reasoning, a prompt for
     the very same history, an answer, the oldest.
     """
-    twins = any(len(entry.nodes) > 1 for entry in entries)
-    plain = not twins and not any(message.reasoning for message in history[: len(entries)])
+    twins = any([len(entry.nodes) > 1 for entry in entries])
+    plain = not twins and not any([message.reasoning for message in history[: len(entries)]])
     likeness = None if plain else _Likeness(entries, history)
     for covered in range(len(entries), 0, -1):
         node = _best(entries[covered - 1].nodes, covered, history, likeness)
