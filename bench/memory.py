@@ -40,7 +40,7 @@ from rillflow.weights.delta import Ahead
 
 _RANKS = 2
 _EVERY = 0.002  # seconds between two samples
-_CHANGED = 100  # one weight of so many changes from version to version
+_CHANGED = 100  # every hundredth weight changes from version to version
 _SNAPSHOT_EVERY = 2
 _MASTERS = 2  # bf16 copies that the fp32 masters are
 _LIMIT = 1.3  # bf16 copies

@@ -221,7 +221,8 @@ class Trainer(Protocol):
         Collective."""
 
     def shards(self, dtype: torch.dtype) -> Any:
-        """Return this rank's part of a sharded model's weights (`parallel.sharding.Shards`). Collective."""
+        """Return this rank's part of a sharded model's weights (`parallel.sharding.Shards`), as they are until the next
+        step, to be published in `dtype`. Collective."""
 
     def adapter(self) -> Any:
         """Return the adapter of a LoRA policy (`weights.codec.Adapter`), which every rank has; None for others."""

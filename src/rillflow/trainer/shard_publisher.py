@@ -77,7 +77,7 @@ class _Taken:
 
 
 class _Content(NamedTuple):
-    """What a rank writes of a version: its parts, what changed in them if a delta is due, and their `sums`."""
+    """A rank's share of a version: its parts, the difference in them if a delta is due, and their `sums`."""
 
     version: int
     parent: int | None
@@ -230,7 +230,7 @@ def _joined(
         mapped = torch.from_file(
             str(_rows(folder, rank)), shared=False, size=sum(part.weights for part in theirs), dtype=dtype
         )
-        parts |= zip(theirs, mapped.split([part.weights for part in theirs]), strict=True)
+        parts |= zip(theirs, torch.split_with_sizes(mapped, [part.weights for part in theirs]), strict=True)
     pieces: dict[str, list[torch.Tensor]] = {name: [] for name in shards.tensors}
     for part in sorted(parts):
         pieces[part.tensor].append(parts[part])

@@ -32,8 +32,8 @@ _MODULUS = 1 << 64
 
 
 class _Span(NamedTuple):
-    """What a span of a run was before: all its `weights`, or its changed `words` at `places` and the weights behind its
-    last whole word."""
+    """The former content of a span of a run: all its `weights`, or the `words` at `places` that changed and the weights
+    behind its last whole word."""
 
     begin: int
     weights: Array
@@ -42,7 +42,7 @@ class _Span(NamedTuple):
 
     def before(self, now_N: Array) -> Array:
         """Return the former weights of the span, of which `now_N` are the present ones."""
-        if self.places is None:
+        if self.places is None or self.words is None:
             return self.weights
         found_N = now_N.copy()
         whole = len(found_N) - len(self.weights)

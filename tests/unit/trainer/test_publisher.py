@@ -237,6 +237,7 @@ def test_a_copy_reuses_its_memory_and_keeps_ties() -> None:
     assert second["embed"] is first["embed"]
     assert second["embed"].sum() == 12
     assert copy.take({"embed": embed.bfloat16()})["embed"].dtype == torch.bfloat16
+    assert torch.equal(copy.take({"embed": embed + 0.1}, torch.bfloat16)["embed"], (embed + 0.1).bfloat16())
 
 
 @pytest.mark.needs("cuda")

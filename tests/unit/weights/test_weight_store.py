@@ -69,6 +69,27 @@ def test_large_versions_are_sharded(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert equal(store.pull(0), tensors(0))
 
 
+def test_a_tensor_in_pieces_is_written_as_the_whole_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(codec, "SHARD_BYTES", 64)
+    whole = codec.unique(tensors(1))[0]
+    flat = {name: tensor.contiguous().reshape(-1) for name, tensor in whole.items()}
+    cut = {name: [part for part in flat[name].split(5) if part.numel()] for name in whole}
+    pieces = {name: codec.Pieces(tensor.dtype, tensor.shape, cut[name]) for name, tensor in whole.items()}
+    written = [{name: b"".join(data) for name, data in codec.encode(given)} for given in (whole, pieces)]
+    assert written[0] == written[1]
+    assert len(written[0]) > 1
+
+
+def test_a_version_that_is_there_is_told_from_a_damaged_or_another(tmp_path: Path) -> None:
+    store = filled(tmp_path, 0, 1)
+    manifest = store.manifest(1)
+    assert store.has(1, manifest.tensors, manifest.aliases, None)
+    assert not store.has(1, manifest.tensors, {}, None)
+    assert not store.has(2, manifest.tensors, manifest.aliases, None)
+    (store.path(1) / "model.safetensors").write_bytes(b"nothing")
+    assert not store.has(1, manifest.tensors, manifest.aliases, None)
+
+
 def test_an_empty_store(tmp_path: Path) -> None:
     store = FolderStore(tmp_path / "none")
     assert (store.head(), store.versions(), store.highest()) == (None, [], -1)
