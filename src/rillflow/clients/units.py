@@ -41,8 +41,8 @@ WAITING_BYTES = 256 << 20
 # The bytes of one group, unless one put alone has more. A disk writes as much in the time of a sync. A larger group
 # would keep callers waiting that could go on after a smaller one.
 _GROUP_BYTES = 2 << 20
-# A write of so many bytes into the page cache takes less time than waking a thread for it. A disk that is behind makes
-# writers wait: after one put that took so long, threads wait, until one is quick again.
+# A write of this size into the page cache takes less time than waking a thread for it. A disk that is behind makes
+# writers wait: after one put that took so long, the thread writes, until one is quick again.
 _BRIEF_BYTES = 256 << 10
 _BRIEF_SECONDS = 0.001
 

@@ -48,9 +48,9 @@ class GroupCommit:
         self._broken = broken
         self._error: RillflowError | None = None  # of a sync that has failed
         self._thread = ThreadPoolExecutor(1, "ledger-sync")
-        self._next: Waiting = []  # who waits for the next write
+        self._next: Waiting = []  # the callers of the next write
         self._due = 0.0  # when that write may begin, on the loop's clock
-        self._now: Waiting | None = None  # who waits for the sync at work
+        self._now: Waiting | None = None  # the callers of the sync at work
         self._begun = False  # a write is at work, or will begin
         self._copier = ThreadPoolExecutor(1, "ledger-checkpoint")
         self._copying: asyncio.Task[None] | None = None
@@ -142,7 +142,7 @@ class GroupCommit:
             self._copying = asyncio.get_running_loop().create_task(self._copy(), name="ledger-checkpoint")
 
     def _end(self, error: RillflowError | None = None) -> None:
-        """Answer those who have waited for the write at work, and begin the next one if somebody waits for it."""
+        """Answer the callers of the write at work, and begin the next one if it has callers."""
         waiting, self._now, self._begun = self._now or [], None, False
         _settle(waiting, error)
         if self._next:
