@@ -34,7 +34,7 @@ def check(recipe: FitRecipe) -> None:
 
     check_trackers(recipe)
     model_folder(recipe.model)
-    plan(graph_of(recipe), ranks=recipe.trainer.ranks)
+    plan(graph_of(recipe), ranks=recipe.trainer.teams)
     for source in (recipe.data.train, recipe.data.heldout):
         if source is not None:
             open_source(source, seed=recipe.seed, shuffle=False)

@@ -143,6 +143,7 @@ class ForkedChild:
 
 
 def _begin(arguments: list[str], environment: dict[str, str], log_path: Path | None) -> None:
+    gc.freeze()  # garbage of the parent would, once collected here, close descriptors that are this process's by then
     write_to(log_path)
     os.closerange(3, os.sysconf("SC_OPEN_MAX"))
     sys.stdin = os.fdopen(0, closefd=False)  # multiprocessing had opened another file for it

@@ -83,6 +83,22 @@ def test_signals_meet_the_child_not_its_parents_handlers(tmp_path: Path) -> None
     assert not (tmp_path / "handled").exists()
 
 
+def test_garbage_of_the_parent_closes_no_file_of_the_child(tmp_path: Path) -> None:
+    """Such as a source of prompts that a launcher has opened to check it."""
+    run_parent(
+        tmp_path,
+        "import gc, weakref\n"
+        "class Opened:\n"
+        "    def __init__(self):\n"
+        "        self.own, self.file = self, os.dup(kept.fileno())\n"
+        "        weakref.finalize(self, os.close, self.file)\n"
+        "gc.disable()\n"
+        "file = Opened().file\n"
+        "code = f'import gc, os; os.dup2(1, {file}); gc.collect(); os.fstat({file})'\n"
+        "assert ForkedChild([code], {}, folder / 'log').wait(60) == 0, (folder / 'log').read_text()",
+    )
+
+
 def test_a_process_with_threads_does_not_fork_its_ranks(tmp_path: Path) -> None:
     """They are processes of their own then; the first one shows that `forked_code` is imported, the second does not."""
     printed = run_parent(
