@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -89,14 +90,14 @@ def exact_norms(model: PreTrainedModel) -> PreTrainedModel:
 
 
 class _ExactNorm(torch.nn.Module):
-    def __init__(self, norm: torch.nn.Module) -> None:
+    def __init__(self, norm: Any) -> None:
         super().__init__()
-        self.weight = norm.weight
-        self._eps = getattr(norm, "eps", None) or norm.variance_epsilon
+        self.weight: torch.Tensor = norm.weight
+        self._eps: float = getattr(norm, "eps", None) or norm.variance_epsilon
         self._more = 1.0 if type(norm).__name__.startswith("Gemma") else 0.0  # its weights are differences from 1
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return torch.nn.functional.rms_norm(x, x.shape[-1:], self.weight + self._more, self._eps)
+        return torch.nn.functional.rms_norm(x, list(x.shape[-1:]), self.weight + self._more, self._eps)
 
 
 def directions(rows: Rows, size: int, dtype: torch.dtype) -> torch.Tensor:

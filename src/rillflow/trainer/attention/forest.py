@@ -334,14 +334,11 @@ def flex(layout: Layout, window: int | None = None) -> Flex:
 
     # A token sees another one if that is not after it, and its own place is before the end of the other's descendants.
     def sees(batch: Any, head: Any, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
-        return (key <= query) & (query < end_P[key])
-
-    def near(batch: Any, head: Any, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
-        return sees(batch, head, query, key) & (place_P[query] - place_P[key] < window)
+        seen = (key <= query) & (query < end_P[key])
+        return seen if window is None else seen & (place_P[query] - place_P[key] < window)
 
     tokens = len(end_P)
-    rule = sees if window is None else near
-    return Flex(create_block_mask(rule, None, None, tokens, tokens, device=str(device)))
+    return Flex(create_block_mask(sees, None, None, tokens, tokens, device=str(device)))
 
 
 @lru_cache(maxsize=1)

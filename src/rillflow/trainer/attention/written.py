@@ -56,7 +56,7 @@ def backward(
         query, pulled, out = (_grouped(part[:, :, at], key_BKSD) for part in (query_BHQD, grad_BHQD, out_BHQD))
         key, value = key_BKSD[:, :, seen], value_BKSD[:, :, seen]
         scores, slope = _scores(query, key, _part(mask, at), scale, softcap)
-        weights = (scores - lse_BHQ[:, :, at].unflatten(1, query.shape[1:3])[..., None]).exp()
+        weights = (scores - _grouped(lse_BHQ[:, :, at, None], key_BKSD)).exp()
         along = (pulled * out).sum(-1, keepdim=True)
         pull = weights * (_times(pulled, value.transpose(-1, -2)) - along) * scale
         pull = (pull if slope is None else pull * slope).to(query.dtype)
@@ -99,13 +99,14 @@ def _causal(scores: torch.Tensor) -> torch.Tensor:
 
 def _grouped(heads_BHQD: torch.Tensor, key_BKSD: torch.Tensor) -> torch.Tensor:
     """Return [B, H, Q, D] as [B, K, G, Q, D]."""
-    return heads_BHQD.unflatten(1, (key_BKSD.shape[1], -1))
+    batch, _, *rest = heads_BHQD.shape
+    return heads_BHQD.reshape(batch, key_BKSD.shape[1], -1, *rest)
 
 
 def _times(of_heads_BKGQX: torch.Tensor, matrix_BKXY: torch.Tensor) -> torch.Tensor:
     """Multiply what the heads of a group have with the matrix that they share."""
     product_BKRY = of_heads_BKGQX.flatten(2, 3) @ matrix_BKXY
-    return product_BKRY.unflatten(2, of_heads_BKGQX.shape[2:4])
+    return product_BKRY.reshape(*of_heads_BKGQX.shape[:4], -1)
 
 
 def _summed(weights_BKGQS: torch.Tensor, of_heads_BKGQD: torch.Tensor) -> torch.Tensor:

@@ -196,9 +196,9 @@ def attended(heads: Heads, layout: Layout, options: Options) -> torch.Tensor:
     if options.window is not None:
         seen_PP &= place_P[:, None] - place_P[None] < options.window
     mask = torch.zeros(seen_PP.shape, dtype=torch.float64).masked_fill(~seen_PP, -torch.inf)
-    given = (part.transpose(0, 1)[None] for part in heads)
-    module = torch.nn.Module()
-    out, _ = written_out(module, *given, mask, scaling=SCALE, softcap=options.softcap, s_aux=options.sinks)
+    query, key, value = (part.transpose(0, 1)[None] for part in heads)
+    asked = {"scaling": SCALE, "softcap": options.softcap, "s_aux": options.sinks}
+    out, _ = written_out(torch.nn.Module(), query, key, value, mask, **asked)
     return out[0]
 
 
