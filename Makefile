@@ -31,7 +31,7 @@ $(VENV)/.dev: $(VENV)/.product requirements/dev.txt requirements/models.txt
 
 # Compiles what the tests import, and the kernels, once instead of once in each of their processes.
 $(VENV)/.compiled: $(VENV)/.dev
-	$(BIN)/python -m pytest --collect-only -q > /dev/null
+	$(BIN)/python -m pytest --collect-only -q > $(VENV)/.collected || { tail -n 40 $(VENV)/.collected; exit 1; }
 	$(BIN)/python -m scripts.compile_kernels
 	touch $@
 
