@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import lzma
 import math
+import re
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
@@ -275,6 +276,7 @@ def replay(name: str, trace: list[Any]) -> Iterator[tuple[int, str, Any, Any]]:
         world = open_world(Path(folder), name)
         for number, ((call, given), told, tables) in enumerate(trace):
             _, now = make(world, (call, given))
+            told = _in_todays_words(told)
             if json.dumps(now) != json.dumps(told):
                 yield number, call, told, now
             if tables is not None:
@@ -283,6 +285,11 @@ def replay(name: str, trace: list[Any]) -> Iterator[tuple[int, str, Any, Any]]:
                     if json.dumps(found[table]) != json.dumps(before):
                         yield number, table, before, found[table]
         world.close()
+
+
+def _in_todays_words(told: Any) -> Any:
+    """Return an answer with the words that were changed since it was recorded: one node is no longer "1 nodes"."""
+    return json.loads(re.sub(r"\b1 (task|node)s", r"1 \1", json.dumps(told)))
 
 
 def load() -> dict[str, list[Any]]:

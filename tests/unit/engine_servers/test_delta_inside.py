@@ -68,7 +68,7 @@ def test_many_segments_are_decoded_batch_by_batch(monkeypatch: pytest.MonkeyPatc
     """Segments of several deltas share a batch, and a delta may go on in the next one."""
     from rillflow.weights import delta
 
-    monkeypatch.setattr(delta, "_SPARSE_LOG2", 12)
+    monkeypatch.setattr(delta, "SEGMENT_LOG2", 12)
     monkeypatch.setattr(delta, "_DENSE_LOG2", 12)
     monkeypatch.setattr(rillflow_delta, "_BATCH", 3 << 12)
     pairs = [pair(torch.bfloat16, count, 0.1, seed) for seed, count in enumerate((9000, 100, 20_000, 4096))]

@@ -150,7 +150,7 @@ def test_what_does_not_compress_goes_raw() -> None:
 
 @pytest.mark.parametrize("threads", [1, 2, 3])
 def test_several_segments(monkeypatch: pytest.MonkeyPatch, threads: int) -> None:
-    monkeypatch.setattr(delta, "_SPARSE_LOG2", 12)
+    monkeypatch.setattr(delta, "SEGMENT_LOG2", 12)
     monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
     for dtype in DTYPES:
         base, new = sparse_pair(7 * 4096 + 5, dtype)

@@ -176,7 +176,7 @@ def test_random_bodies_under_a_right_checksum(dtype: torch.dtype) -> None:
 
 
 def test_swapped_segments(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(delta, "_SPARSE_LOG2", 12)
+    monkeypatch.setattr(delta, "SEGMENT_LOG2", 12)
     base, new = sparse_pair(3 * 4096)
     made = encode(base, new)
     header, body = format.opened(made.data)

@@ -141,7 +141,7 @@ def test_models_without_routers_are_refused_by_name() -> None:
     with pytest.raises(ConfigError, match="LlamaForCausalLM has no router"):
         PolicyForward(build("Llama"), TrainerConfig(router_loss=0.1))
     with pytest.raises(ConfigError, match="padded"):
-        PolicyForward(build("gpt-oss"), TrainerConfig(replay_routing=True))
+        PolicyForward(build("Qwen3-Next"), TrainerConfig(replay_routing=True))
     with pytest.raises(EngineError, match="Llama"):
         Recorder(build("Llama"))
 

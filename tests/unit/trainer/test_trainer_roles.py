@@ -67,9 +67,9 @@ def test_recomputing_layers_changes_no_number_and_keeps_less(folder: str, monkey
 def test_attention_is_never_computed_again(folder: str, recompute: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     calls, real = [], paths.forward
 
-    def counted(*arguments: Any) -> Any:
+    def counted(*arguments: Any, **options: Any) -> Any:
         calls.append(1)
-        return real(*arguments)
+        return real(*arguments, **options)
 
     monkeypatch.setattr(paths, "forward", counted)
     settings = policy(folder, recompute=recompute, attention="sdpa")

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM, Qwen3ForSequenceClassification
 
 from rillflow.config import TrainerConfig
@@ -128,15 +129,21 @@ def learners(
     }
     if "critic" in roles:
         critic = small_critic()
-        shard(critic, config, peers)
+        _shard(critic, config, peers)
         optimizer, values = Optimizer(critic, config, peers), ScalarForward(critic, config, context=context)
         made["critic"] = Learner("critic", critic, values, optimizer, config, peers, in_order=in_order)
     if "reference" in roles:
         reference = small_model(9).requires_grad_(False)
-        shard(reference, config, peers)
+        _shard(reference, config, peers)
         scores = PolicyForward(reference, config, context=context)
         made["reference"] = Learner("reference", reference, scores, None, config, peers)
     return made
+
+
+def _shard(model: PreTrainedModel, config: TrainerConfig, peers: Peers) -> None:
+    """Shard a model if ranks are processes. Ranks that are threads of a test have whole models, and sum as shards do."""
+    if dist.is_initialized():
+        shard(model, config, peers)
 
 
 def learner(

@@ -160,7 +160,7 @@ def test_ranks_that_cannot_form_teams_are_refused() -> None:
         (PolicyForward, lambda: grouped_model(dtype=torch.float32), "3 ranks cannot share the 4 attention heads of Qw"),
         (ScalarForward, small_critic, "3 ranks cannot share the 2 attention heads of Qwen3ForSequenceClassification"),
         (PolicyForward, lambda: build("Mamba 2"), "ranks cannot share padded rows: Mamba2Model"),
-        (PolicyForward, lambda: build("Gemma 2"), "ranks cannot share padded rows: Gemma2Model has layers of sliding"),
+        (PolicyForward, lambda: build("Nemotron"), "ranks cannot share padded rows: NemotronModel does not pass"),
     ],
 )
 def test_models_whose_heads_or_rows_cannot_be_shared_are_refused(forward: Any, model: Any, said: str) -> None:
