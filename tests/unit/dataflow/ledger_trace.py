@@ -274,9 +274,9 @@ def replay(name: str, trace: list[Any]) -> Iterator[tuple[int, str, Any, Any]]:
     """Make the recorded calls; yields where an answer or a table differs: number, what, before, now."""
     with tempfile.TemporaryDirectory() as folder:
         world = open_world(Path(folder), name)
-        for number, ((call, given), told, tables) in enumerate(trace):
+        for number, ((call, given), recorded, tables) in enumerate(trace):
             _, now = make(world, (call, given))
-            told = _in_todays_words(told)
+            told = _in_todays_words(recorded)
             if json.dumps(now) != json.dumps(told):
                 yield number, call, told, now
             if tables is not None:

@@ -141,7 +141,7 @@ def learners(
 
 
 def _shard(model: PreTrainedModel, config: TrainerConfig, peers: Peers) -> None:
-    """Shard a model if ranks are processes. Ranks that are threads of a test have whole models, and sum as shards do."""
+    """Shard a model if ranks are processes. Ranks that are threads have whole models, and sum as shards do."""
     if dist.is_initialized():
         shard(model, config, peers)
 
