@@ -75,6 +75,14 @@ def stepped(**last: Any) -> Facts:
     return replace(HEALTHY_RUN, policies={"agent": [*STEPS[:half], *(replace(step, **last) for step in STEPS[half:])]})
 
 
+def torn_apart() -> Facts:
+    """A policy that huge updates have left with one answer, for no reward; later updates change nothing."""
+    third = len(STEPS) // 3
+    torn = [replace(step, approx_kl=20.0) for step in STEPS[third : 2 * third]]
+    still = [replace(step, approx_kl=0.0, entropy=0.0, reward=0.0, grad_norm=0.0) for step in STEPS[2 * third :]]
+    return replace(HEALTHY_RUN, policies={"agent": [*STEPS[:third], *torn, *still]})
+
+
 def with_ledger(facts: Facts = HEALTHY_RUN, **changes: Any) -> Facts:
     return replace(facts, ledger=replace(facts.ledger, **changes))
 
@@ -95,6 +103,7 @@ def live(**changes: Any) -> Facts:
 RULES = {
     "gradients that are not finite": (stepped(skipped=1.0), "learning_rate"),
     "huge updates and a fallen reward": (stepped(approx_kl=2.0, reward=0.0), "learning_rate"),
+    "huge updates of which nothing is left": (torn_apart(), "learning_rate"),
     "huge updates that pay": (stepped(approx_kl=2.0), None),
     "entropy that collapses": (stepped(entropy=0.001, reward=0.2), "entropy_collapse"),
     "entropy that falls while the reward rises": (stepped(entropy=0.001, reward=1.0), None),

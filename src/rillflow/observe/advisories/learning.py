@@ -33,9 +33,12 @@ def last(steps: Sequence[Step], number: Number, of: Callable[[list[float]], floa
 
 def best(steps: Sequence[Step], number: Number) -> float | None:
     """Return the highest mean of as many neighbouring steps."""
+    return max(_windows(steps, number, fmean), default=None)
+
+
+def _windows(steps: Sequence[Step], number: Number, of: Callable[[list[float]], float]) -> list[float]:
     found, size = values(steps, number), window()
-    means = [fmean(found[at : at + size]) for at in range(max(1, len(found) - size + 1))] if found else []
-    return max(means, default=None)
+    return [of(found[at : at + size]) for at in range(max(1, len(found) - size + 1))] if found else []
 
 
 def of_policy(facts: Facts, policy: str) -> str:
@@ -47,8 +50,8 @@ def too_high_rate(facts: Facts) -> Iterator[Advisory]:
     """The learning rate is far too high: updates are not finite or huge, and the reward falls."""
     for policy, steps in facts.policies.items():
         skipped = sum(values(steps, lambda step: step.skipped))
-        signs = [*_broken_updates(steps, skipped), *_huge_updates(steps)]
         fallen = _fallen(steps)
+        signs = [*_broken_updates(steps, skipped), *_huge_updates(steps, ever=bool(fallen))]
         if not skipped and not (signs and fallen) and len(signs) < _SIGNS:
             continue
         lr = facts.settings.lr.get(policy)
@@ -72,11 +75,17 @@ def _broken_updates(steps: Sequence[Step], skipped: float) -> Iterator[str]:
         yield f"{skipped:.0f} of {len(steps)} steps had a gradient that is not finite"
 
 
-def _huge_updates(steps: Sequence[Step]) -> Iterator[str]:
-    kl = last(steps, lambda step: step.approx_kl, median)
+def _huge_updates(steps: Sequence[Step], *, ever: bool) -> Iterator[str]:
+    """Yield what is huge in the last steps, or if `ever` in any neighbouring ones: a policy that was torn apart may
+    give one answer to everything, which no update changes any more."""
+
+    def typical(number: Number) -> float | None:
+        return max(_windows(steps, number, median), default=None) if ever else last(steps, number, median)
+
+    kl = typical(lambda step: step.approx_kl)
     if kl is not None and kl > threshold("high_kl"):
         yield f"one update moves the policy by {kl:.2g} nats"
-    clipped = last(steps, lambda step: step.clipped, median)
+    clipped = typical(lambda step: step.clipped)
     if clipped is not None and clipped > threshold("high_clip"):
         yield f"{clipped:.0%} of the tokens are clipped"
     before, now = first(steps[:1], lambda step: step.grad_norm), last(steps, lambda step: step.grad_norm, median)
