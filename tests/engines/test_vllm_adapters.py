@@ -18,9 +18,8 @@ from contract_world import CONTEXT, World, ask, check, logprobs, plain, probe_of
 from counting_engine import until
 from rillflow.config import LoraConfig, PolicyConfig, TrainerConfig
 from rillflow.config.policy import EngineConfig, ServerConfig
-from rillflow.engine.servers import ServerEngine
-from rillflow.engine.servers import vllm as module
-from rillflow.engine.servers.adapters import plan_adapters
+from rillflow.engine.servers import ServerEngine, adding
+from rillflow.engine.servers.adapters import SLOTS, lay_adapter, plan_adapters
 from rillflow.engine.servers.vllm import VllmEngine
 from rillflow.engine.servers.weights import model_facts
 from rillflow.types import Chunk
@@ -153,9 +152,11 @@ async def test_the_prefix_cache_does_not_cross_from_one_adapter_into_the_next(wo
 
 async def test_two_adapters_are_resident_at_most(world: AdapterWorld) -> None:
     for seed in (5, 6, 7):
+        before = world.engine.adapter
         await world.deliver(seed)
-    answers = await world.engine._call("rillflow_layout", {}, "float32", {}, deadline=60.0)
-    assert answers[0]["adapters"]["slots"] == 2
+        assert not await world.engine._call("drop_adapter", before, deadline=60.0), "it was removed already"
+    (layout,) = await world.engine._call("rillflow_layout", {}, "float32", {}, deadline=60.0)
+    assert layout["adapters"]["slots"] == SLOTS + 1, "on a CPU one stays empty"
     assert set(world.kinds) == {"adapter"}
 
 
@@ -181,10 +182,10 @@ async def test_a_layer_that_does_not_hold_its_part_is_noticed(
     async def other(self: Any, _: int, folder: str, file: str) -> list[str]:
         return await VllmEngine.add_adapter(self, number, folder, file)
 
-    laid = module.lay_adapter(world.adapter(70), world.engine.model)
+    laid = lay_adapter(world.adapter(70), world.engine.model)
     stem = "adapter_model.safetensors"
     assert not await world.engine.add_adapter(number, str(laid.folder), str(laid.folder / stem))
-    wrong = module.lay_adapter(world.adapter(71), world.engine.model)
+    wrong = lay_adapter(world.adapter(71), world.engine.model)
     layers = await world.engine.add_adapter(number, str(wrong.folder), str(wrong.folder / stem))
     assert set(layers) == set(world.engine.model.linears), "the number is taken: vLLM keeps what it has"
     laid.remove()
@@ -198,14 +199,15 @@ async def test_a_probe_refuses_an_adapter_that_is_not_the_trainers(
 ) -> None:
     """The server holds what it was given, but that is not what was published. The merged weights serve instead, and
     later versions are merged too: the server no longer holds the base."""
-    lay = module.lay_adapter
 
     def swapped(adapter: Adapter, model: Any) -> Any:
         first, second = (f"model.layers.0.self_attn.{name}_proj.weight" for name in "kv")
         other = {f"{first}{LORA_B}": f"{second}{LORA_B}", f"{second}{LORA_B}": f"{first}{LORA_B}"}
-        return lay(Adapter({other.get(name, name): t for name, t in adapter.tensors.items()}, RANK, ALPHA), model)
+        return lay_adapter(
+            Adapter({other.get(name, name): t for name, t in adapter.tensors.items()}, RANK, ALPHA), model
+        )
 
-    monkeypatch.setattr(module, "lay_adapter", swapped)
+    monkeypatch.setattr(adding, "lay_adapter", swapped)
     version = await world.deliver(80)
     assert f"merging the adapter of version {version} on the node's host" in caplog.text
     assert "is not served, wrong weights" in caplog.text
