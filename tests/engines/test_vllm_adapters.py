@@ -48,6 +48,7 @@ class AdapterWorld(World):
 
     def make(self, settings: EngineConfig) -> ServerEngine:
         facts = model_facts(str(self.folder / "model"), "fp32")
+        settings = settings.model_copy(update={"server": settings.server.model_copy(update={"adapters": "native"})})
         policy = PolicyConfig(
             model=str(self.folder / "model"),
             engine=settings,

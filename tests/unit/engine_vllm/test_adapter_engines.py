@@ -41,7 +41,7 @@ def policy(how: Any = "auto", *, dtype: Any = "fp32", kind: Any = "vllm", **lora
 
 
 def test_a_server_is_started_with_adapters_on_the_layers_that_have_one() -> None:
-    settings = policy(rank=20)
+    settings = policy("native", rank=20)
     engine: Any = build_engine(settings, exact=False)
     command = vllm_server.command(engine.model, settings.engine, 1, adapters=engine.plan)
     pairs = dict(itertools.pairwise(command))
@@ -51,7 +51,7 @@ def test_a_server_is_started_with_adapters_on_the_layers_that_have_one() -> None
     assert command[at + 1 : at + 8] == LEAVES
     assert isinstance(engine, TakesAdapters)
     assert (engine.base, engine.adapters_refused) == (0, "")
-    some = plan_adapters(policy(targets=["q_proj", "mlp.up_proj"]), engine.model)
+    some = plan_adapters(policy("native", targets=["q_proj", "mlp.up_proj"]), engine.model)
     assert some is not None
     assert some.arguments(cpu=True)[-2:] == ["q_proj", "up_proj"]
     assert len(some.layers) == 4, "of two layers"
@@ -59,7 +59,7 @@ def test_a_server_is_started_with_adapters_on_the_layers_that_have_one() -> None
 
 def test_a_server_without_adapters_is_started_as_before() -> None:
     plain = PolicyConfig(model="tiny", engine=EngineConfig(kind="vllm", device="cpu"))
-    for settings, more in ((plain, {}), (policy("merged"), {}), (policy(), {"adapters": False})):
+    for settings, more in ((plain, {}), (policy("merged"), {}), (policy("native"), {"adapters": False})):
         engine: Any = build_engine(settings, exact=False, **more)
         assert engine.plan is None
         assert engine.adapters_refused
@@ -82,6 +82,19 @@ def test_what_vllm_cannot_add_is_merged_or_refused(
     assert why in caplog.text
     with pytest.raises(ConfigError, match=f"adapters native does not work: .*{why}"):
         plan_adapters(policy("native", **asked), facts)
+
+
+def test_on_a_cpu_adapters_are_merged_unless_the_recipe_asks(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """There vLLM samples a quarter as many tokens with an adapter (`python -m bench.adapters_update`)."""
+    caplog.set_level(logging.INFO)
+    facts = model_facts("tiny", "bf16")
+    assert plan_adapters(policy("auto", dtype="bf16"), facts) is None
+    assert "kernels for CPUs sample several times slower" in caplog.text
+    assert plan_adapters(policy("native", dtype="bf16"), facts) is not None
+    monkeypatch.setattr(adapters, "pick_device", lambda device: torch.device("cuda", 0))
+    assert plan_adapters(policy("auto", dtype="bf16"), facts) is not None
 
 
 def test_gpus_have_kernels_for_16_bits_only(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -90,6 +90,8 @@ def plan_adapters(policy: PolicyConfig, model: ModelFacts) -> AdapterPlan | None
         if lora.targets == "all-linear" or any(_matches(name, target) for target in lora.targets)
     )
     why = _refusal(policy, lora, layers)
+    if not why and asked == "auto" and _on_cpu(policy):
+        why = "vLLM's kernels for CPUs sample several times slower with adapters"
     if not why:
         return AdapterPlan(lora.rank, layers, "" if asked == "auto" else asked)
     if asked != "auto":
@@ -115,6 +117,11 @@ def _refusal(policy: PolicyConfig, lora: LoraConfig, layers: tuple[str, ...]) ->
     if unknown or not layers:
         return f"trainer.lora.targets has {', '.join(unknown) or 'no layers'}: vLLM adds adapters to linear layers"
     return ""
+
+
+def _on_cpu(policy: PolicyConfig) -> bool:
+    """Return whether the server will be started on a CPU. One that runs already was started for adapters, or not."""
+    return policy.engine.server.url is None and pick_device(policy.engine.device).type == "cpu"
 
 
 def _matches(layer: str, target: str) -> bool:
