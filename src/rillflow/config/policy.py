@@ -67,8 +67,8 @@ class ServerConfig(Section):
     adapters: Literal["auto", "native", "merged", "shared"] = Field(
         "auto",
         description="versions of a policy with trainer.lora: native gives vLLM the adapter alone, which it adds to the "
-        "base; merged writes whole weights; auto: native on a GPU if vLLM can, else merged; shared: native, in one server "
-        "with all policies of this model and device that say shared",
+        "base; merged writes whole weights; auto: native on a GPU if vLLM can, else merged; shared: native, in one "
+        "server with all policies of this model and device that say shared",
     )
     start_timeout: Seconds = Field(600.0, description="it must answer so long after it was started")
 
