@@ -78,13 +78,12 @@ def count_block(
     """Write, from `first_row` on, how many weights before every 64 of a block have at least the first exponent of class
     c. `total_C` has these counts before the block, and gets those after it."""
     fill_exponents(old_N, block, mantissa, mask, exponent_B)
-    exponent_W = exponent_B.view(np.uint64)
     count = min(BLOCK, len(old_N) - block)
     for row in range((count + 63) // 64):
         above_CR[0, first_row + row] = block + 64 * row
         for number in range(1, len(start_C)):
             above_CR[number, first_row + row] = total_C[number]
-            total_C[number] += count_at_least(exponent_W, 8 * row, start_C[number])
+            total_C[number] += count_at_least(exponent_B, 64 * row, start_C[number])
     total_C[0] = block + count
 
 

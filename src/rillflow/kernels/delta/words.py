@@ -153,12 +153,13 @@ def _at_least(bytes_8: Any, limits_8: Any) -> Any:
 
 
 @inlined
-def count_at_least(bytes_W: Array, first: Any, low: Any) -> Any:
-    """Return how many of the 64 bytes from the word `first` on are not below `low`."""
-    limits, counts = np.uint64(low) * _EACH, _0
-    for word in range(8):
-        counts += _at_least(bytes_W[np.uint64(first) + np.uint64(word)], limits) >> _7
-    return np.int64((counts * _EACH) >> _56)
+def count_at_least(bytes_B: Array, first: Any, low: Any) -> Any:
+    """Return how many of the 64 bytes from `first` on are not below `low`. Sums are bytes and places unsigned, so that
+    one instruction does many bytes."""
+    count = np.uint8(0)
+    for place in range(64):
+        count = np.uint8(count + np.uint8(bytes_B[np.uint64(first) + np.uint64(place)] >= low))
+    return np.int64(count)
 
 
 @inlined
