@@ -3,8 +3,8 @@
     .v00000013.….tmp/delta-00000.rfd, delta-00001.rfd, …      each rank's delta
                      .rows00001, …                            the shards of the other ranks, for a whole version
 
-Rank 0 joins the rows of all ranks to the files of a whole version, and removes them. It maps them, so that they take no
-memory of their own.
+For a whole version rank 0 maps the files of rows, writes the tensors from them and removes them. Mapped rows need no
+memory of the process.
 
 Invariants: a version has exactly the bytes that one rank would publish of the same weights; all ranks write the same
 kind of version, which rank 0 decides; it becomes visible once all ranks have reported their files. Shards on the host

@@ -140,7 +140,7 @@ def _sample(bits_N: Array) -> Array:
 
 
 def runs_of(weights: int, log2: int) -> Iterator[slice]:
-    """Yield the slices of so many weights that have at most `1 << log2`."""
+    """Yield slices of at most `1 << log2` weights, up to `weights`."""
     return (slice(start, min(start + (1 << log2), weights)) for start in range(0, weights, 1 << log2))
 
 

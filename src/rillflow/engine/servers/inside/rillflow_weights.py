@@ -33,6 +33,7 @@ _adapters, _delta, _logprobs, _places = (
     for name in ("rillflow_adapters", "rillflow_delta", "rillflow_logprobs", "rillflow_places")
 )
 
+_PATIENCE = 30.0  # seconds for a step that is still being decoded when it is due
 _AHEAD = 256 << 20  # bytes of new weights that are kept until they are written
 _UPLOAD = 256 << 20  # bytes of a file that is copied to the device in one go
 _PEFT = re.compile(r"^base_model\.model\.|\.weight$")  # what peft adds to the names of an adapter's tensors
@@ -252,7 +253,7 @@ class _Ahead:
     def __init__(self, steps: list[Any], pieces: Iterator[Any]) -> None:
         self.steps = steps
         self._changes: list[Any] | None = None
-        # Of the device that this thread uses; a new thread would use the first one.
+        # Made here: a new thread would make it on the first device, not on this worker's.
         self._stream: Any = torch.cuda.Stream() if torch.cuda.is_available() else None  # type: ignore[no-untyped-call]
         self._thread = threading.Thread(target=self._decode, args=(pieces,), name="rillflow-decode", daemon=True)
         self._thread.start()
@@ -261,12 +262,12 @@ class _Ahead:
         return not self._thread.is_alive()
 
     def changes(self) -> list[Any] | None:
-        """Return the changes; None if they could not be decoded, or not kept in memory, beside sampling."""
-        self._thread.join()
+        """Return the changes; None if they could not be decoded in time, or not kept in memory, beside sampling."""
+        self._thread.join(_PATIENCE)
         return self._changes
 
     def _decode(self, pieces: Iterator[Any]) -> None:
-        # Whatever fails here fails again where it is told, or has the memory that it needs there.
+        # A step that fails here is decoded again after the cut, where there is more memory and errors are reported.
         with suppress(Exception), torch.no_grad(), torch.cuda.stream(self._stream):
             changes, size = [], 0
             for batch in _delta.decoded(pieces):
