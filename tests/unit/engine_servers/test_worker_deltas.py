@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import threading
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -159,6 +160,24 @@ async def test_too_many_changes_are_not_kept_beside_sampling(tmp_path: Path, mon
     assert world.worker.rillflow_ahead is not None
     assert world.worker.rillflow_ahead.changes() is None
     world.worker.rillflow_decode(steps)
+    world.assert_holds(world.weights)
+
+
+async def test_a_step_that_is_not_decoded_in_time_is_decoded_after_the_cut(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rillflow_weights, "_PATIENCE", 0.05)
+    world, released = World(tmp_path), threading.Event()
+    steps = await prepared(world)
+
+    def stuck() -> Iterator[Any]:
+        released.wait(60)
+        yield from ()
+
+    world.worker.rillflow_ahead = rillflow_weights._Ahead(steps, stuck())
+    world.worker.rillflow_decode(steps)
+    assert not released.is_set()
+    released.set()
     world.assert_holds(world.weights)
 
 
