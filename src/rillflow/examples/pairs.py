@@ -95,8 +95,12 @@ def _written(pair: tuple[int, int]) -> str:
 
 
 def _verdict(payload: Payload, pair: tuple[int, int], generator: random.Random, checked: float) -> str:
-    """Return the sum of a pair and the verdict that follows; the sum is off by one unless `checked`."""
+    """Return the sum of a pair, the wanted sum and the verdict that follows; the first is off by one unless `checked`.
+
+    Side by side, the two sums can be compared by a policy of two layers.
+    """
     total = sum(pair)
     if generator.random() >= checked:
         total += 1 if total == 0 else -1 if total == _MOST else generator.choice((-1, 1))
-    return f"{_written(pair)}={total}. <verify>{'approve' if total == payload['target'] else 'reject'}</verify>"
+    target = payload["target"]
+    return f"{_written(pair)}={total}, make {target}: <verify>{'approve' if total == target else 'reject'}</verify>"

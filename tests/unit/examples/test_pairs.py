@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from statistics import fmean
 
 import pytest
@@ -34,7 +35,12 @@ def test_a_third_of_the_demonstrations_is_of_each_kind() -> None:
     prompts = [row["payload"] for row in pairs.prompts("train", 900, 1)]
     solved = fmean(pairs.reward(prompts[n], rows[n][1]["content"]) for n in range(0, 900, 3))
     assert 0.4 < solved < 0.6
-    assert all("Is it right?" in asked["content"] for asked, _ in rows[1::3])
+    for number in range(1, 900, 3):
+        asked, answer = rows[number]
+        assert "Is it right?" in asked["content"]
+        found, wanted = re.fullmatch(r"\d\+\d=(\d), make (\d): <verify>\w+</verify>", answer["content"]).groups()
+        assert int(wanted) == prompts[number]["target"]
+        assert (found == wanted) == ("approve" in answer["content"])
     for asked, answer in rows[2::3]:
         assert "<verify>reject</verify>" in asked["content"]
         assert answer["content"] not in asked["content"].splitlines()[1]
