@@ -61,6 +61,11 @@ def model_of(path: Path, made: Path) -> str:
     return str(model_from_gguf(path, made) if path.suffix == SUFFIX else path)
 
 
+def settings(words: list[str]) -> dict[str, Any]:
+    """Return settings given as KEY=VALUE."""
+    return {key: yaml.safe_load(value) for key, value in (word.split("=", 1) for word in words)}
+
+
 def recipe(arguments: argparse.Namespace, model: str) -> dict[str, Any]:
     on_gpu = arguments.engine == "vllm"
     dtype = "bf16" if on_gpu else "fp32"
@@ -101,13 +106,14 @@ def recipe(arguments: argparse.Namespace, model: str) -> dict[str, Any]:
             "compile": on_gpu,
             "head_tokens": 8192 if on_gpu else 1024,
             "checkpoint_every": arguments.steps,
-            **dict(setting.split("=", 1) for setting in arguments.trainer),
+            **settings(arguments.trainer),
         },
         "rollout": {
             "nodes": arguments.nodes,
             "engines": arguments.engines,
             "episodes": arguments.episodes,
             "refresh_every": arguments.refresh,
+            **settings(arguments.rollout),
         },
         "observe": {"trackers": {"tensorboard": False}, "plot": False},
         "runtime": {"start_timeout": 300},
@@ -119,8 +125,9 @@ def ours(arguments: argparse.Namespace, model: str, folder: Path) -> tuple[Side,
     file = folder / "recipe.yaml"
     file.write_text(yaml.safe_dump(recipe(arguments, model)))
     command = [sys.executable, "-m", "rillflow", "run", str(file), "--runs", str(folder / "runs")]
+    before = set(folder.glob("runs/*"))
     done = subprocess.run(command, check=False, timeout=arguments.limit, stdout=sys.stderr)
-    (run,) = (folder / "runs").iterdir()
+    (run,) = set(folder.glob("runs/*")) - before
     if done.returncode:
         for log in sorted(run.glob("logs/*")):
             sys.stderr.write(f"--- {log.name}\n{log.read_text()[-3000:]}\n")
@@ -205,6 +212,7 @@ def read_arguments() -> argparse.Namespace:
     made.add_argument("--limit", type=float, default=300.0, help="seconds that a side may take")
     made.add_argument("--server", action="append", default=[], help="a further argument of the vLLM server")
     made.add_argument("--trainer", action="append", default=[], metavar="KEY=VALUE", help="a setting of our trainer")
+    made.add_argument("--rollout", action="append", default=[], metavar="KEY=VALUE", help="a setting of our nodes")
     made.add_argument("--decode", choices=("workers", "host"), default="workers", help="who decodes deltas")
     made.add_argument("--no-trl", action="store_true", help="our side alone")
     made.add_argument("--keep", help="keep what is written in this folder")

@@ -1,7 +1,7 @@
 """What asynchrony costs: held-out reward against samples and against seconds, by staleness and by loss.
 
-    python -m bench.staleness [--seeds 3] [--arms NAME …] [--steps 40] [--jobs 1] [--keep FOLDER] [--seconds N]
-                              [--quick] [--json FILE] [--plot FILE]
+    python -m bench.staleness [--seeds 0 1 2] [--arms NAME …] [--steps 40] [--jobs 1] [--keep FOLDER] [--seconds N]
+                              [--join FILE] [--quick] [--json FILE] [--plot FILE]
 
 Real runs of `recipes/stockroom.yaml` from the shipped tiny policy. Every arm makes as many optimizer steps of 128
 samples each and is evaluated on the same held-out prompts:
@@ -18,7 +18,7 @@ gives the staleness that was measured. Sampling, gradients, losses and weights a
 
 Seconds are those from the first prompt to a commit, with the pace in them. The reward to reach is the mean of five
 steps' samples. With --keep, runs that are there already are not made again; with --seconds those that are finished in
-time are reported.
+time are reported. --join FILE adds the runs of a result file that another machine wrote, of other seeds.
 """
 
 from __future__ import annotations
@@ -168,6 +168,18 @@ def read(run: Path, seed: int) -> Curve:
     )
 
 
+def joined(path: Path) -> dict[str, list[Curve]]:
+    """Return the curves of a result file."""
+    return {name: [_curve(run) for run in arm["runs"]] for name, arm in json.loads(path.read_text())["arms"].items()}
+
+
+def _curve(run: dict[str, Any]) -> Curve:
+    """Return the curve that `_plain` wrote."""
+    lines = {part: [Point(*point) for point in run[part]] for part in ("training", "heldout")}
+    plain = {part: run[part] for part in ("seed", "staleness_mean", "staleness_max", "expired")}
+    return Curve(after=Mean(*run["after"]), **lines, **plain)
+
+
 def report(found: dict[str, list[Curve]], pace: float, destination: str | None) -> None:
     made = Report("staleness")
     base = found.get(ON_POLICY)
@@ -262,7 +274,8 @@ def draw(arms: dict[str, Any], path: Path) -> None:
 
 def main() -> None:
     arguments = parser(__doc__ or "")
-    arguments.add_argument("--seeds", type=int, help="how many seeds; default 3, with --quick 1")
+    arguments.add_argument("--seeds", type=int, nargs="+", help="one run of each arm for every seed; default 0 1 2")
+    arguments.add_argument("--join", type=Path, help="a result file whose runs are reported, too")
     arguments.add_argument("--arms", nargs="+", choices=list(ARMS), help=f"default all; with --quick {', '.join(FEW)}")
     arguments.add_argument("--steps", type=int, help="optimizer steps of a run; default 40, with --quick 8")
     arguments.add_argument("--pace", type=float, default=2.0, help="seconds that a step sleeps")
@@ -271,7 +284,7 @@ def main() -> None:
     arguments.add_argument("--seconds", type=float, default=math.inf, help="stop then and report what is finished")
     arguments.add_argument("--plot", type=Path, help="write the curves as a picture")
     given = arguments.parse_args()
-    seeds = range(given.seeds or (1 if given.quick else 3))
+    seeds = given.seeds or ([0] if given.quick else [0, 1, 2])
     names = given.arms or (list(FEW) if given.quick else list(ARMS))
     with tempfile.TemporaryDirectory() as temporary:
         folder = (given.keep or Path(temporary)).resolve()
@@ -288,7 +301,9 @@ def main() -> None:
         for (name, _), curve in zip(work, at_once([one for _, one in work]), strict=True):
             if curve is not None:
                 found[name].append(curve)
-    found = {name: curves for name, curves in found.items() if curves}
+    for name, curves in joined(given.join).items() if given.join else ():
+        found[name] = sorted([*curves, *found.get(name, [])], key=lambda curve: curve.seed)
+    found = {name: found[name] for name in ARMS if found.get(name)}
     if not found:
         raise NotMade("not even one run is finished")
     report(found, given.pace, given.json)

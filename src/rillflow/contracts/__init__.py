@@ -18,8 +18,10 @@ from rillflow.contracts.parts import (
     StorageUnit,
     SystemClock,
     TakesAdapters,
+    TakesTurns,
     TokenSource,
     Trainer,
+    Turn,
     WeightStore,
 )
 from rillflow.contracts.user_code import (
@@ -70,10 +72,12 @@ __all__ = [
     "StorageUnit",
     "SystemClock",
     "TakesAdapters",
+    "TakesTurns",
     "Tensors",
     "TokenSource",
     "Tool",
     "Toolbox",
     "Trainer",
+    "Turn",
     "WeightStore",
 ]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
 
 from rillflow.types import Chunk, EngineStats, GenerateRequest, KeptTokens, Probe, Row, UnitInfo
@@ -136,6 +137,17 @@ class DecodesDeltas(Protocol):
     async def apply_deltas(self, deltas: Deltas, version: int, probe: Probe | None = None) -> None:
         """As `Engine.patch`. WeightsError, changing nothing, when it does not serve `deltas.base`, or when it cannot
         decode them."""
+
+
+Turn = Callable[[], AbstractAsyncContextManager[None]]
+
+
+@runtime_checkable
+class TakesTurns(Protocol):
+    """An engine that prepares new weights while it samples. It enters `turn` only to change them, while it samples
+    nothing; for any other engine all of an update is such a change."""
+
+    turn: Turn
 
 
 @runtime_checkable

@@ -64,7 +64,7 @@ async def run_engine(
             name=name,
             weights=weights,
             token=token,
-            turn=dataflow.turn,
+            turn=dataflow.turn if recipe.rollout.staggered else None,
             tell=dataflow.fetching,
         )
         for policy, settings in recipe.policies.items()

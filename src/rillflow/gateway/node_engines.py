@@ -240,6 +240,7 @@ def node_engines(
         return NodeEngines(recipe, name=name, token=token, roster=roster, clock=clock)
     exact = recipe.runtime.deterministic
     logs = weights.parent / "logs"
+    turn = turn if recipe.rollout.staggered else None
     engines = build_engines(recipe.policies, exact=exact, logs=logs, whole=stores or ())
     refreshers = {
         policy: Refresher(policy, engine, StoreSupply(stores[policy]), doubts=recipe.policies[policy].proves)

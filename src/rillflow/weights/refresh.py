@@ -17,11 +17,20 @@ import asyncio
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
-from contextlib import AbstractAsyncContextManager, nullcontext, suppress
+from collections.abc import AsyncIterator, Callable, Iterable
+from contextlib import asynccontextmanager, nullcontext, suppress
 from typing import Protocol
 
-from rillflow.contracts import Clock, DecodesDeltas, Engine, SystemClock, TakesAdapters, WeightStore
+from rillflow.contracts import (
+    Clock,
+    DecodesDeltas,
+    Engine,
+    SystemClock,
+    TakesAdapters,
+    TakesTurns,
+    Turn,
+    WeightStore,
+)
 from rillflow.errors import EngineError, EngineLost, RillflowError, WeightsError
 from rillflow.storage.spans import NoSpans, Spans
 from rillflow.types import Probe
@@ -40,8 +49,6 @@ _AGAIN = 10.0  # seconds before an engine gets a version again whose probe it di
 _ROOT = 0  # the version that every engine starts with
 # Errors of sources, disks and engines; a shared folder may be away for a moment too.
 _TROUBLE = (RillflowError, OSError)
-
-Turn = Callable[[], AbstractAsyncContextManager[None]]
 
 
 class Supply(Protocol):
@@ -110,8 +117,9 @@ class Refresher:
     """Pulls the head if it differs from the engine's version, also after a rewind to an older version.
 
     `turn` is entered around every change of weights, so that not all engines of a policy pause at once; not at the
-    first one, when the engine serves nothing yet. `on_load` is called after each change, and `spans` record it. With
-    `doubts` the engine samples only from proven weights. `trouble` says why it does not sample.
+    first one, when the engine serves nothing yet. An engine that takes turns itself enters it. `on_load` is called
+    after each change, and `spans` record it. With `doubts` the engine samples only from proven weights. `trouble` says
+    why it does not sample.
     """
 
     def __init__(
@@ -136,6 +144,10 @@ class Refresher:
         self._refused = ""  # why the engine does not decode deltas
         self._failed: tuple[int, float] | None = None  # the version with a failed probe, and when to try it again
         self.trouble = ""
+        self._waited = 0.0  # seconds for turns
+        self._takes_turns = isinstance(engine, TakesTurns)
+        if isinstance(engine, TakesTurns):
+            engine.turn = self._changing
         if doubts:
             engine.doubt()
         self.on_load: Callable[[], None] = lambda: None
@@ -178,15 +190,14 @@ class Refresher:
     async def _give(self, pulled: Pulled) -> bool:
         if await self._has(pulled.version):  # the store was rewound to it meanwhile
             return False
-        async with self._turn() if self._turn is not None and self._serving else nullcontext():
-            began, paused = time.perf_counter(), self._engine.stats().load_seconds
-            with self.spans.doing("load"):
-                done = await self._taken(pulled)
-                if not done and pulled.transfer.by_engine:
-                    pulled = await self._supply.pull()
-                if not done and not await self._patched(pulled):
-                    await self._engine.load(pulled.tensors, pulled.version, pulled.probe)
-            apply = time.perf_counter() - began
+        began, waited, paused = time.perf_counter(), self._waited, self._engine.stats().load_seconds
+        async with nullcontext() if self._takes_turns else self._changing():
+            done = await self._taken(pulled)
+            if not done and pulled.transfer.by_engine:
+                pulled = await self._supply.pull()
+            if not done and not await self._patched(pulled):
+                await self._engine.load(pulled.tensors, pulled.version, pulled.probe)
+        apply = time.perf_counter() - began - (self._waited - waited)
         pause = self._engine.stats().load_seconds - paused
         transfer = pulled.transfer._replace(apply=apply, pause=pause)
         self._note_good(pulled.version)
@@ -194,6 +205,14 @@ class Refresher:
         log.info("policy %s: %s", self._policy, transfer)
         self.on_load()
         return True
+
+    @asynccontextmanager
+    async def _changing(self) -> AsyncIterator[None]:
+        began = time.perf_counter()
+        async with self._turn() if self._turn is not None and self._serving else nullcontext():
+            self._waited += time.perf_counter() - began
+            with self.spans.doing("load"):
+                yield
 
     def _decodes_from(self) -> int | None:
         """Return the version from which the engine decodes deltas; None if they are decoded here."""

@@ -137,13 +137,13 @@ class Turns:
         self._until: dict[str, dict[str, float]] = {}
 
     def ask(self, policy: str, engine: str, engines: int) -> bool:
-        """Return whether `engine`, one of `engines` that serve the policy, may update now. Asking again renews the
-        turn."""
+        """Return whether `engine`, one of `engines` that serve the policy, may update now: at most half of them may at
+        once, rounded up. Asking again renews the turn."""
         if not 0 < len(engine) <= 200:
             raise BadRequest("an engine's name has 1 to 200 characters", "give every engine a short name of its own")
         now = self._clock.monotonic()
         turns = {name: until for name, until in self._until.get(policy, {}).items() if until > now}
-        granted = engine in turns or len(turns) < max(1, engines // 2)
+        granted = engine in turns or len(turns) < max(1, (engines + 1) // 2)
         if granted:
             turns[engine] = now + TURN_SECONDS
         self._until[policy] = turns

@@ -25,6 +25,9 @@ class FakeUpdate(Update):
         self._outcome = outcome
         self.closed = False
 
+    async def get_ready(self) -> None:
+        self._server.get_ready()
+
     async def apply(self) -> None:
         assert self._server.running == 0, "weights are changed while tokens are sampled"
         self._server.log.append("apply")
@@ -46,6 +49,7 @@ class FakeServer(ServerEngine):
         facts = ModelFacts(folder=None, dtype="fp32", vocabulary=VOCABULARY, shapes={}, aliases={})  # type: ignore[arg-type]
         super().__init__(facts, EngineConfig(kind="vllm", **({"slots": 4, "context": 128, "queue": 8} | settings)))
         self.log: list[str] = []
+        self.get_ready: Callable[[], None] = lambda: None
         self.sleeps: bool | None = True
         self.oversleeps = False
         self.asked: list[tuple[int, GenerateRequest]] = []

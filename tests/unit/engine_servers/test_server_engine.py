@@ -76,6 +76,35 @@ async def test_new_weights_cut_between_two_tokens_and_every_token_has_its_versio
         assert (stats.version, stats.loads, stats.generated_tokens) == (2, 2, 20)
 
 
+async def test_an_engine_samples_while_it_waits_for_its_turn() -> None:
+    async with running() as engine:
+        free, ready = asyncio.Event(), asyncio.Event()
+
+        @asynccontextmanager
+        async def turn() -> AsyncIterator[None]:
+            assert ready.is_set(), "an update is prepared before its turn"
+            engine.log.append("asks")
+            await free.wait()
+            yield
+            engine.log.append("done")
+
+        engine.turn, engine.get_ready = turn, ready.set
+        chunks: list[Chunk] = []
+        task = asyncio.create_task(collect(engine, request(), chunks))
+        load = asyncio.create_task(engine.load({}, 1))
+        await until(lambda: "asks" in engine.log)
+        engine.give(9)
+        await until(lambda: len(tokens(chunks)) == 9)
+        await engine.pause()  # nothing else waits for the turn
+        await engine.resume()
+        free.set()
+        await load
+        engine.give(100)
+        await task
+        assert [chunk.version for chunk in chunks for _ in chunk.tokens] == [0] * 9 + [1] * 11
+        assert engine.log == ["up", "asks", "cut", "go on", "cut", "apply", "go on", "done"]
+
+
 async def test_requests_that_come_while_weights_change_wait_for_them() -> None:
     async with running() as engine:
         go = asyncio.Event()

@@ -38,11 +38,10 @@ class FakeLLM:
         self.named: list[Any] = []  # the adapters of all that was asked
         self.adapters: dict[int, Any] = {}
         self.calls: list[tuple[str, Any]] = []
-        self.paused = False
         self.errored = False
         self.top = -1  # the id of the top token, where one is asked for
         self.experts: Any = None  # that come with the last part of every answer
-        self.deaf = False  # to its own pause, as for a request that comes too late
+        self.deaf = 0  # aborts that it does not hear, as those of a request that it does not know yet
         self._allowance = 0
         self._turn = asyncio.Event()
 
@@ -75,18 +74,10 @@ class FakeLLM:
         finally:
             self.running.pop(name, None)
 
-    async def pause_generation(self, *, mode: str, clear_cache: bool) -> None:
-        assert (mode, clear_cache) == ("abort", False)
-        self.paused = True
-        if not self.deaf:
-            await self.abort(list(self.running))
-
-    async def resume_generation(self) -> None:
-        self.paused = False
-
     async def abort(self, names: list[str]) -> None:
+        deaf, self.deaf = self.deaf, max(0, self.deaf - 1)
         for name in names:
-            if name in self.running:
+            if name in self.running and not deaf:
                 self.running[name].set()
         self.give(0)
 
@@ -271,7 +262,7 @@ async def test_an_answer_under_a_grammar_that_is_cut_leaves_nothing(
     _, answer = ask(client, 4, grammar=("json", "{}"), scored=True)
     world.llm.give(sampled)
     await until(lambda: len(world.llm.asked) == (1 if sampled < 4 else 2) and not world.llm._allowance)
-    await client.call("pause", deadline=5.0)
+    await client.call("cut", deadline=5.0)
     part = await answer.next()
     assert (part.tokens, part.raw, part.finish) == ([], [], "abort")
     assert not world.llm.running
@@ -288,11 +279,11 @@ async def test_a_reply_does_not_wait_for_parts_to_gather(
     world: World, client: ChannelClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(rillflow_channel, "_GATHER_SECONDS", 600.0)
-    await client.call("pause", deadline=5.0)
+    await client.call("cut", deadline=5.0)
     world.llm.give(1)
     _, answer = ask(client, 1)
     await until(lambda: not world.llm.running and len(world.llm.asked) == 1)
-    await client.call("resume", deadline=5.0)
+    await client.call("cut", deadline=5.0)
     assert await read(answer) == ([0], "length"), "and takes with it what there is"
 
 
@@ -303,23 +294,28 @@ async def test_what_cannot_be_sent_ends_the_channel(client: ChannelClient) -> No
             await answer.next()
 
 
-async def test_a_pause_is_answered_after_all_that_was_sampled(world: World, client: ChannelClient) -> None:
+async def test_a_cut_is_answered_after_all_that_was_sampled(world: World, client: ChannelClient) -> None:
     _, answer = ask(client, 10)
     world.llm.give(4)
-    await client.call("pause", deadline=5.0)
-    assert world.llm.paused
+    await client.call("cut", deadline=5.0)
     tokens, finish = await read(answer)
     assert (len(tokens) <= 4, finish) == (True, "abort")
     assert not world.llm.running
-    await client.call("resume", deadline=5.0)
-    assert not world.llm.paused
+    world.llm.give(10)
+    _, later = ask(client, 2)
+    assert await read(later) == ([0, 1], "length"), "later ones are sampled"
 
 
-async def test_a_pause_reaches_requests_that_came_too_late_for_it(world: World, client: ChannelClient) -> None:
-    world.llm.deaf = True
+@pytest.mark.parametrize("deaf", [3, 1 << 30])
+async def test_a_cut_reaches_requests_that_vllm_does_not_know_yet(
+    world: World, client: ChannelClient, deaf: int
+) -> None:
+    """They are aborted again, and cancelled in the end."""
+    world.llm.deaf = deaf
     _, answer = ask(client, 10)
-    await client.call("pause", deadline=5.0)
+    await client.call("cut", deadline=60.0)
     assert (await read(answer))[1] == "abort"
+    await until(lambda: not world.llm.running)
 
 
 async def test_dropped_answers_are_aborted(world: World, client: ChannelClient) -> None:
@@ -338,7 +334,7 @@ async def test_a_channel_that_closes_takes_its_requests_with_it(world: World) ->
     with pytest.raises(EngineLost):
         await answer.next()
     with pytest.raises(EngineLost):
-        await client.call("resume", deadline=5.0)
+        await client.call("cut", deadline=5.0)
     await until(lambda: not world.llm.running)
 
 
@@ -392,7 +388,6 @@ async def test_a_cut_ends_the_answers_of_one_connection_alone(world: World, clie
         await until(lambda: len(world.llm.running) == 2)
         await client.call("cut", deadline=5.0)
         assert (await read(mine))[1] == "abort"
-        assert not world.llm.paused
         world.llm.give(100)
         assert (await read(others))[1] == "length"
         assert (await read(ask(client, 3)[1]))[1] == "length", "later ones are sampled"

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,7 +13,7 @@ import pytest
 import torch
 from pull_world import Source, Trainer, Weights, same
 
-from rillflow.contracts import UNKNOWN, Deltas
+from rillflow.contracts import UNKNOWN, Deltas, Turn
 from rillflow.errors import EngineLost, RillflowError, WeightsError
 from rillflow.weights.codec import Adapter, merged
 from rillflow.weights.node_weights import NodeWeights, Step
@@ -62,6 +64,17 @@ class Decoder:
         return SimpleNamespace(load_seconds=0.0)
 
 
+class TurnTaker(Decoder):
+    """Takes its turn after it has prepared an update."""
+
+    turn: Turn = nullcontext
+
+    async def apply_deltas(self, deltas: Deltas, version: int, probe: Any = None) -> None:
+        self.took.append("prepared")
+        async with self.turn():
+            await super().apply_deltas(deltas, version)
+
+
 class World:
     def __init__(self, folder: Path, **settings: int) -> None:
         self.trainer = Trainer(folder, **settings)
@@ -98,6 +111,26 @@ async def test_an_engine_decodes_what_the_node_only_fetches(tmp_path: Path) -> N
     assert world.source.forgotten == [1], "files stay until the next pull"
     assert world.puller._held.version is None, "the node has decoded nothing"
     assert "decoded by the engine" in str(one)
+
+
+@pytest.mark.parametrize("takes_turns", [False, True])
+async def test_an_engine_that_takes_turns_has_one_only_while_it_changes_its_weights(
+    tmp_path: Path, takes_turns: bool
+) -> None:
+    world = World(tmp_path)
+    engine: Any = TurnTaker(world.trainer) if takes_turns else world.engine
+    engine.start()
+
+    @asynccontextmanager
+    async def turn() -> AsyncIterator[None]:
+        engine.took.append("turn")
+        yield
+        engine.took.append("done")
+
+    world.engine, world.refresher = engine, Refresher("p", engine, world.puller, turn=turn)
+    prepared = ["prepared"] if takes_turns else []
+    assert await world.follow() == [*prepared, "deltas"], "there is no turn before it serves anything"
+    assert await world.follow() == [*prepared, "turn", "deltas", "done"]
 
 
 async def test_an_engine_that_refuses_gets_the_whole_version_and_then_patches(

@@ -12,10 +12,11 @@ import asyncio
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from contextlib import nullcontext
 from typing import TYPE_CHECKING
 
 from rillflow.config.policy import EngineConfig
-from rillflow.contracts import UNKNOWN, Clock, SystemClock
+from rillflow.contracts import UNKNOWN, Clock, SystemClock, Turn
 from rillflow.engine.requests import check_request
 from rillflow.engine.servers.calls import Calls, Part
 from rillflow.engine.servers.weights import ModelFacts, Tainted, Update
@@ -37,7 +38,8 @@ _DOWN, _PAUSED, _UPDATE, _WEIGHTS = "down", "paused", "update", "weights"
 
 
 class ServerEngine(ABC):
-    """A `contracts.Engine`. An adapter writes the abstract methods; everything else is the same for all servers."""
+    """A `contracts.Engine` that takes turns. An adapter writes the abstract methods; all else is the same for all
+    servers."""
 
     def __init__(self, model: ModelFacts, settings: EngineConfig, *, clock: Clock | None = None) -> None:
         self.model = model
@@ -51,6 +53,7 @@ class ServerEngine(ABC):
         self._halted = False  # whether the server was stopped from sampling
         self._asleep = False  # whether it has given its memory back
         self._doubts = False  # whether weights must be proven before they are sampled from
+        self.turn: Turn = nullcontext
         self._closed = False
         self._supervisor: asyncio.Task[None] | None = None
         self._loads = 0
@@ -232,6 +235,8 @@ class ServerEngine(ABC):
                 self._check_up()
                 if not self._asleep:
                     await update.get_ready()
+            async with self.turn(), self._one_at_a_time:
+                check()
                 await self._apply(update, version, probe)
                 self._loads += 1
         finally:

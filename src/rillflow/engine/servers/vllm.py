@@ -79,7 +79,6 @@ class VllmEngine(AddingEngine):
         await self._channel.open()
         await self._learn_layout()
         await self._call("rillflow_return_raw_logprobs", deadline=_CONTROL_SECONDS)
-        await self._channel.call("resume", deadline=_CONTROL_SECONDS)
         await self._try()
         if self.settings.server.url is not None:  # whatever it served before
             await self.put_initial()
@@ -232,12 +231,10 @@ class VllmEngine(AddingEngine):
         return room - 1
 
     async def cut(self) -> None:
-        # Other policies' answers go on in a server that is shared.
-        await self._call("pause" if self.shared is None else "cut", deadline=_CONTROL_SECONDS)
+        await self._call("cut", deadline=_CONTROL_SECONDS)
 
     async def go_on(self) -> None:
-        if self.shared is None:
-            await self._call("resume", deadline=_CONTROL_SECONDS)
+        """Do nothing: the server samples what it is asked for, and it is asked for nothing while answers are held."""
 
     async def sleep(self) -> bool:
         """vLLM's sleep mode (`--enable-sleep-mode`): weights go to the host's memory, cached keys and values go."""

@@ -2,8 +2,8 @@
 
 It is an ASGI middleware (`--middleware`), so that a request costs no HTTP exchange, no JSON and no pydantic.
 Invariants: it opens only to who shows the token in RILLFLOW_CHANNEL_TOKEN; every `Ask` is answered by parts of which
-exactly the last one has a `finish` or an `error`, unless it is dropped; once `pause` is answered, all parts of all asks
-before it were sent and nothing is sampled until `resume`; a channel that closes takes its requests with it.
+exactly the last one has a `finish` or an `error`, unless it is dropped; once `cut` is answered, all parts of all asks
+before it were sent; a channel that closes takes its requests with it.
 
 Frames are msgpack: a list of messages, both ways. Both sides read the shapes from this file.
 """
@@ -26,7 +26,7 @@ SHUT = "RILLFLOW_CHANNEL_SHUT"  # if set, a request without the token gets the h
 LOST = "lost"  # the `finish` of an answer when vLLM's engine has died
 _GATHER_SECONDS = 0.005  # parts that arrive within so long travel in one frame; a reply takes them along at once
 _SHAPES = {"json": "json", "regex": "regex", "lark": "grammar"}  # what vLLM calls the kinds of grammars
-_CUT_SECONDS = 1.0  # after a pause, for requests to end by themselves
+_CUT_SECONDS, _CUT_AGAIN_SECONDS = 1.0, 0.01  # for requests to end, and until they are aborted again
 _EXPERT_BYTES = 8 << 20  # most recorded experts in one part, and in one frame
 
 
@@ -62,9 +62,9 @@ class Drop(msgspec.Struct, array_like=True, tag="drop"):
 
 
 class Control(msgspec.Struct, array_like=True, tag="control"):
-    """`pause`, `resume`, `cut` (ends the answers of this connection alone; later ones are sampled), `sleep`, `wake`,
-    `score` (prompts, salt, adapter), `add_adapter` (number, folder), `drop_adapter` (number), or a method of all
-    workers (`rillflow_…`) with its arguments."""
+    """`cut` (ends the answers of this connection; later ones are sampled), `sleep`, `wake`, `score` (prompts, salt,
+    adapter), `add_adapter` (number, folder), `drop_adapter` (number), or a method of all workers (`rillflow_…`) with
+    its arguments."""
 
     id: int
     what: str
@@ -308,12 +308,8 @@ class _Connection:
     async def _control(self, message: Control) -> None:
         try:
             result: Any = None
-            if message.what == "pause":
-                await self._pause()
-            elif message.what == "cut":
+            if message.what == "cut":
                 await self._cut(dict(self._asks))
-            elif message.what == "resume":
-                await self._engine.resume_generation()
             elif message.what == "sleep":
                 result = self._engine.vllm_config.model_config.enable_sleep_mode
                 if result:
@@ -334,17 +330,17 @@ class _Connection:
         except Exception as error:
             self._put(Reply(message.id, None, f"{type(error).__name__}: {error}"))
 
-    async def _pause(self) -> None:
-        """Cut every answer between two tokens. Requests that came too late for vLLM's own abort are aborted by name;
-        a request that vLLM does not know yet has sampled nothing and is cancelled."""
-        tasks = dict(self._asks)
-        await self._engine.pause_generation(mode="abort", clear_cache=False)
-        await self._cut(tasks)
-
     async def _cut(self, tasks: dict[int, asyncio.Task[None]]) -> None:
-        if any(not task.done() for task in tasks.values()):
-            await self._engine.abort([self._name(number) for number, task in tasks.items() if not task.done()])
-            await asyncio.wait(tasks.values(), timeout=_CUT_SECONDS)
+        """Cut the answers between two tokens. vLLM hands over what it has, but for the step that it computes: the
+        tokens of that one are sampled again. It carries out commands in order, so later ones find none of the requests.
+        A request that vLLM does not know yet is aborted again, and cancelled if it does not end: it has sampled
+        nothing."""
+        end = asyncio.get_running_loop().time() + _CUT_SECONDS
+        while (left := {number: task for number, task in tasks.items() if not task.done()}) and (
+            asyncio.get_running_loop().time() < end
+        ):
+            await self._engine.abort([self._name(number) for number in left])
+            await asyncio.wait(left.values(), timeout=_CUT_AGAIN_SECONDS)
         for number, task in tasks.items():
             if not task.done():
                 task.cancel()
