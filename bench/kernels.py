@@ -1,8 +1,9 @@
 """What each compiled kernel of the CPU gains: core milliseconds of a sample with all kernels, and without one of them.
 
 The work is that of `bench.endtoend --case equal`: a Qwen3 of 0.88 million weights, groups of 8 answers of 32 tokens to
-a prompt of 30. `trainer` is forward and backward of 128 samples as trees, on one thread. Processor time is measured, so
-other work on the machine matters little. The delta codec is measured by the seconds of a version of 135 million weights
+a prompt of 30. `trainer` is forward and backward of 128 samples as trees, `engine` is the sampling of 128 answers, and
+of 128 answers of mixed lengths (those of `bench.engine`), on one thread each. Processor time is measured, so other work
+on the machine matters little. The delta codec is measured by the seconds of a version of 135 million weights
 in bf16 of which 0.5 % changed: encoded by a trainer, decoded by a node.
 
     python -m bench.kernels --json -
@@ -13,11 +14,13 @@ Neoverse-N1 (`bench.endtoend`), so a kernel that saves 1.4 of them gains a tenth
 
 from __future__ import annotations
 
+import asyncio
 import os
 import statistics
 import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -25,12 +28,15 @@ from transformers import PreTrainedModel
 
 from bench import endtoend_task as task
 from bench.common import Report, parser
+from bench.engine import mixed_lengths
 from bench.tree import Case, make_rows
 from rillflow import kernels
 from rillflow.config import TrainerConfig
+from rillflow.engine.embedded import EmbeddedEngine
 from rillflow.trainer.batches import Databuffer
 from rillflow.trainer.forward import PolicyForward
 from rillflow.trainer.packing import micro_batches
+from rillflow.types import GenerateRequest, Sampling
 from rillflow.weights.delta import decode, encode
 from rillflow.weights.models import load_policy_model
 
@@ -56,6 +62,25 @@ def trainer(model: PreTrainedModel) -> Callable[[], float]:
         return 1000 * (time.process_time() - began) / SAMPLES
 
     return measure
+
+
+def engine(model: PreTrainedModel, lengths: list[int]) -> Callable[[], float]:
+    async def one(made: EmbeddedEngine, number: int) -> None:
+        tokens = [(7 * (number // task.GROUP) + at) % 50 for at in range(PROMPT)]
+        sampling = Sampling(max_tokens=lengths[number], seed=number)
+        async for _ in made.generate(GenerateRequest(id=str(number), tokens=tokens, sampling=sampling)):
+            pass
+
+    async def all_of_them() -> float:
+        made = EmbeddedEngine(model, slots=SAMPLES, context=192)
+        await made.start()
+        began = time.process_time()
+        await asyncio.gather(*(one(made, number) for number in range(SAMPLES)))
+        took = time.process_time() - began
+        await made.close()
+        return 1000 * took / SAMPLES
+
+    return lambda: asyncio.run(all_of_them())
 
 
 def delta(weights: int) -> Callable[[], float]:
@@ -108,6 +133,10 @@ def main() -> None:
             return load_policy_model(str(path), "fp32", torch.device("cpu"))
 
         compare(report, "trainer", ("layers",), lambda: trainer(model()), repeats=repeats, unit="ms/sample")
+        works = {"engine": [task.EQUAL] * SAMPLES, "engine, mixed lengths": mixed_lengths(SAMPLES)}
+        for name, lengths in works.items():
+            make = partial(engine, model(), lengths)
+            compare(report, name, ("decode",), make, repeats=repeats, unit="ms/sample")
         size = 2_000_000 if arguments.quick else 16_000_000
         compare(report, "a version by delta", ("delta",), lambda: delta(size), repeats=repeats, unit="s")
     report.finish(arguments.json)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import torch
 
+from rillflow.kernels.decode import compile_now
 from rillflow.trainer.fused import compile_ahead
 from rillflow.weights.delta import Ahead
 
@@ -14,6 +15,7 @@ CPU = torch.device("cpu")
 
 
 def main() -> None:
+    compile_now()
     compile_ahead().join()
     for dtype in (torch.bfloat16, torch.float32):
         Ahead(dtype, CPU, reads=True).wait(600)

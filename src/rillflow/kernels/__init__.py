@@ -2,6 +2,7 @@
 
 | kernel | result |
 |---|---|
+| `decode` | attention of a decode step of the embedded engine, on a CPU |
 | `delta` | the coding of weight deltas and their fingerprints, on a CPU |
 | `delta_gpu` | the same on a GPU |
 | `layers` | norms, gates and rotary embeddings in training, on a CPU |
@@ -20,7 +21,7 @@ from contextlib import AbstractContextManager, nullcontext
 from rillflow.errors import ConfigError
 
 VARIABLE = "RILLFLOW_KERNELS"
-NAMES = ("delta", "delta_gpu", "layers")
+NAMES = ("decode", "delta", "delta_gpu", "layers")
 
 
 def enabled(name: str) -> bool:

@@ -111,5 +111,6 @@ def test_a_step_gives_what_the_model_gives(make_model: Callable[..., Any], famil
         last, ready = np.array([int(row[-1]) for row in rows]), np.array([True, True, False, True])
         kept = cache._kv_L2SKCD[:, :, 2, :, : cache.context].clone()
         batch = cache.decode_batch(last, np.where(ready, lengths, 0), ready)
+        assert (batch.columns is not None) is (batch.mask_RTE is None) is (family != "mistral")
         torch.testing.assert_close(forward(batch)[ready], expected[ready], rtol=1e-5, atol=1e-5)
         assert torch.equal(cache._kv_L2SKCD[:, :, 2, :, : cache.context], kept)

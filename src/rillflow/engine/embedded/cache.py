@@ -17,6 +17,7 @@ import numpy as np
 import psutil
 import torch
 
+from rillflow import kernels
 from rillflow.engine.embedded.sampling import Array
 from rillflow.errors import EngineError
 
@@ -31,6 +32,14 @@ class Stretch(NamedTuple):
     extent: int
 
 
+class Columns(NamedTuple):
+    """The columns of a decode step's rows, for compiled attention: the one for the new key and value of each row, and
+    how many columns it reads."""
+
+    write_R: Array
+    length_R: Array
+
+
 @dataclass(frozen=True, slots=True)
 class Batch:
     """One forward: R rows of T new tokens each, right-padded.
@@ -38,7 +47,8 @@ class Batch:
     `rows` are the slots read, as a slice (a view, no copy) or as indices (a gather). `mask_RTE` is additive, None
     when nothing is cached yet: then the new tokens attend causally to one another alone. `last_R` is the index, in
     the flattened tokens, of each row's last real token; None when every row has exactly one. `stretches` are the rows
-    that a decode step reads together, with their mask. A batch without an index to write by stores nothing.
+    that a decode step reads together, with their mask. A decode step for compiled attention has `columns` instead, and
+    neither a mask nor an index to write by. A batch without any of these stores nothing.
     """
 
     ids_RT: torch.Tensor
@@ -49,6 +59,7 @@ class Batch:
     mask_RTE: torch.Tensor | None
     last_R: torch.Tensor | None
     stretches: Sequence[tuple[Stretch, torch.Tensor]] = ()
+    columns: Columns | None = None
 
 
 # On a GPU, kernels are chosen and planned per shape, which costs more than the kernel itself when the shape is new in
@@ -79,6 +90,8 @@ class KVCache:
         self.slots = slots
         self.heads = heads
         self.device = device
+        self.compiled = False  # whether decode steps are for compiled attention; set by a forward that has it
+        self.compiles = device.type == "cpu" and dtype == torch.float32 and window is None and kernels.enabled("decode")
         self._grain = _GRAIN[device.type]
         self._call = _CALL // (heads * head_size)
         self._shape = (layers, 2, slots, heads, context + 1, head_size)
@@ -92,7 +105,7 @@ class KVCache:
 
     def write(self, layer: int, batch: Batch, kv_ND: torch.Tensor) -> None:
         """Store keys and values, ordered (token, key or value, head)."""
-        assert batch.write_N2K is not None, "the batch stores nothing"
+        assert batch.write_N2K is not None, "compiled attention stores for itself"
         self._flat_LND[layer].index_copy_(0, batch.write_N2K, kv_ND)
 
     def read(self, layer: int, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
@@ -102,6 +115,10 @@ class KVCache:
     def read_rows(self, layer: int, rows: slice | torch.Tensor, extent: int) -> tuple[torch.Tensor, torch.Tensor]:
         kv_2RKED = self._kv_L2SKCD[layer, :, rows, :, :extent]
         return kv_2RKED[0], kv_2RKED[1]
+
+    def arrays(self, layer: int) -> tuple[Array, Array]:
+        """Return the layer's keys and values [S, K, C, D], for compiled attention."""
+        return self._arrays[layer]
 
     def copy(self, source: int, target: int, count: int) -> None:
         """Copy the first `count` columns of one slot to another, in all layers at once."""
@@ -134,6 +151,8 @@ class KVCache:
         layers, *_, head_size = memory.shape
         self._kv_L2SKCD = memory
         self._flat_LND = memory.view(layers, memory.numel() // (layers * head_size), head_size)
+        held = memory.numel() and self.compiles
+        self._arrays = [(layer[0].numpy(), layer[1].numpy()) for layer in memory] if held else []
 
     def decode_batch(self, ids_R: Array, positions_R: Array, ready_R: Array) -> Batch:
         """One new token for each of the first slots. Rows that are not ready write into the spare column."""
@@ -148,6 +167,8 @@ class KVCache:
             mask_RTE=None,
             last_R=None,
         )
+        if self.compiled:
+            return replace(batch, columns=Columns(columns_R.astype(np.int64), positions_R + 1))
         mask_RTE = self.mask(batch.positions_RT, batch.extent)
         return replace(
             batch,

@@ -20,6 +20,7 @@ read, X hidden size, V vocabulary, B tokens of a block.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import numpy as np
@@ -29,7 +30,8 @@ from torch import nn
 from transformers import DynamicCache
 from transformers.cache_utils import Cache
 
-from rillflow.engine.embedded.cache import Batch, KVCache
+from rillflow import kernels
+from rillflow.engine.embedded.cache import Batch, Columns, KVCache
 from rillflow.errors import EngineError
 from rillflow.weights.models import rotary_limit
 
@@ -148,6 +150,9 @@ class _Layer:
             self.head_weight = torch.cat((query.expand(self.heads, -1), key.expand(self.kv_heads, -1)))
 
 
+AttendColumns = Callable[[int, _Layer, Columns, torch.Tensor], torch.Tensor]
+
+
 class LeanForward:
     """The Llama family in about twenty operators a layer."""
 
@@ -167,6 +172,22 @@ class LeanForward:
         # Rotating by half and flipping the sign of the first half is the same as flipping it in the table.
         self._cos_CD: torch.Tensor = cos[0].contiguous()
         self._sin_CD: torch.Tensor = torch.cat((-sin[0, :, :half], sin[0, :, half:]), -1)
+        self._attend_columns = self._compiled() if cache.compiles else None
+        cache.compiled = cache.compiles
+
+    def _compiled(self) -> AttendColumns:
+        """Return compiled attention, after it was compiled."""
+        from rillflow.kernels.decode import Turned, attend, compile_now  # its compiler takes a second to import
+
+        with kernels.one_compiles():
+            compile_now()
+
+        def attend_columns(index: int, layer: _Layer, columns: Columns, qkv_RAD: torch.Tensor) -> torch.Tensor:
+            weight_AD = qkv_RAD.new_empty(0, layer.head_size) if layer.head_weight is None else layer.head_weight
+            turned = Turned(weight_AD, self._eps, self._cos_CD, self._sin_CD)
+            return attend(qkv_RAD, turned, *self._cache.arrays(index), columns, layer.scaling)
+
+        return attend_columns
 
     def refresh(self) -> None:
         for layer in self._layers:
@@ -191,8 +212,13 @@ class LeanForward:
         sin_N1D = self._sin_CD[positions_N][:, None]
         x_NX = F.embedding(batch.ids_RT.view(-1), self._embedding)
         for index, layer in enumerate(self._layers):
-            qkv_NAD = self._project(layer, self._rms(x_NX, layer.first_norm.weight), cos_N1D, sin_N1D)
-            x_NX = torch.addmm(x_NX, self._attend(index, layer, batch, qkv_NAD), layer.out)
+            qkv_NAD = self._project(layer, self._rms(x_NX, layer.first_norm.weight))
+            if self._attend_columns is not None and batch.columns is not None:
+                found_NX = self._attend_columns(index, layer, batch.columns, qkv_NAD)
+            else:
+                self._turn(layer, qkv_NAD, cos_N1D, sin_N1D)
+                found_NX = self._attend(index, layer, batch, qkv_NAD)
+            x_NX = torch.addmm(x_NX, found_NX, layer.out)
             gate, up = (self._rms(x_NX, layer.second_norm.weight) @ layer.gate_up).chunk(2, -1)
             x_NX = torch.addmm(x_NX, F.silu(gate) * up, layer.down)
         if batch.last_R is not None:
@@ -210,17 +236,20 @@ class LeanForward:
         scale = torch.addcmul(self._eps_tensor, norm, norm, value=1.0 / x.shape[-1]).rsqrt_()
         return torch.mul(x, scale).mul_(weight)
 
-    def _project(self, layer: _Layer, x_NX: torch.Tensor, cos_N1D: torch.Tensor, sin_N1D: torch.Tensor) -> torch.Tensor:
-        """Queries, keys and values as heads side by side, A = H + 2K of them, rotated to their positions."""
+    @staticmethod
+    def _project(layer: _Layer, x_NX: torch.Tensor) -> torch.Tensor:
+        """Return queries, keys and values as heads side by side, A = H + 2K of them."""
         flat = x_NX @ layer.qkv if layer.qkv_bias is None else torch.addmm(layer.qkv_bias, x_NX, layer.qkv)
-        qkv_NAD = flat.view(x_NX.shape[0], -1, layer.head_size)
+        return flat.view(x_NX.shape[0], -1, layer.head_size)
+
+    def _turn(self, layer: _Layer, qkv_NAD: torch.Tensor, cos_N1D: torch.Tensor, sin_N1D: torch.Tensor) -> None:
+        """Norm queries and keys, if the model does, and rotate them to their positions."""
         qk_NAD = qkv_NAD[:, : layer.heads + layer.kv_heads]
         turned = qk_NAD
         if layer.head_weight is not None:
             turned = self._rms(qk_NAD, layer.head_weight)
         rolled = turned.roll(layer.head_size // 2, -1)
         torch.addcmul(turned * cos_N1D, rolled, sin_N1D, out=qk_NAD)
-        return qkv_NAD
 
     def _attend(self, index: int, layer: _Layer, batch: Batch, qkv_NAD: torch.Tensor) -> torch.Tensor:
         """Store the new keys and values; return the attention of the new queries."""
