@@ -21,6 +21,7 @@ read, X hidden size, V vocabulary, B tokens of a block.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Protocol
 
 import numpy as np
@@ -150,7 +151,8 @@ class _Layer:
             self.head_weight = torch.cat((query.expand(self.heads, -1), key.expand(self.kv_heads, -1)))
 
 
-AttendColumns = Callable[[int, _Layer, Columns, torch.Tensor], torch.Tensor]
+Attention = Callable[[int, _Layer, torch.Tensor], torch.Tensor]
+AttendColumns = Callable[[Columns, int, _Layer, torch.Tensor], torch.Tensor]
 
 
 class LeanForward:
@@ -182,8 +184,10 @@ class LeanForward:
         with kernels.one_compiles():
             compile_now()
 
-        def attend_columns(index: int, layer: _Layer, columns: Columns, qkv_RAD: torch.Tensor) -> torch.Tensor:
-            weight_AD = qkv_RAD.new_empty(0, layer.head_size) if layer.head_weight is None else layer.head_weight
+        none_0D = self._cos_CD.new_empty(0, self._cos_CD.shape[-1])
+
+        def attend_columns(columns: Columns, index: int, layer: _Layer, qkv_RAD: torch.Tensor) -> torch.Tensor:
+            weight_AD = none_0D if layer.head_weight is None else layer.head_weight
             turned = Turned(weight_AD, self._eps, self._cos_CD, self._sin_CD)
             return attend(qkv_RAD, turned, *self._cache.arrays(index), columns, layer.scaling)
 
@@ -207,23 +211,29 @@ class LeanForward:
         return self(batch).view(rows, width, -1)
 
     def __call__(self, batch: Batch) -> torch.Tensor:
-        positions_N = batch.positions_RT.view(-1)
-        cos_N1D = self._cos_CD[positions_N][:, None]
-        sin_N1D = self._sin_CD[positions_N][:, None]
+        attend = self._attention(batch)
         x_NX = F.embedding(batch.ids_RT.view(-1), self._embedding)
         for index, layer in enumerate(self._layers):
             qkv_NAD = self._project(layer, self._rms(x_NX, layer.first_norm.weight))
-            if self._attend_columns is not None and batch.columns is not None:
-                found_NX = self._attend_columns(index, layer, batch.columns, qkv_NAD)
-            else:
-                self._turn(layer, qkv_NAD, cos_N1D, sin_N1D)
-                found_NX = self._attend(index, layer, batch, qkv_NAD)
-            x_NX = torch.addmm(x_NX, found_NX, layer.out)
+            x_NX = torch.addmm(x_NX, attend(index, layer, qkv_NAD), layer.out)
             gate, up = (self._rms(x_NX, layer.second_norm.weight) @ layer.gate_up).chunk(2, -1)
-            x_NX = torch.addmm(x_NX, F.silu(gate) * up, layer.down)
+            x_NX = torch.addmm(x_NX, F.silu(gate).mul_(up), layer.down)
         if batch.last_R is not None:
             x_NX = x_NX[batch.last_R]
         return F.linear(self._rms(x_NX, self._norm.weight), self._head, self._head_bias)
+
+    def _attention(self, batch: Batch) -> Attention:
+        """Return what turns a layer's new heads to their positions, stores them and attends."""
+        if self._attend_columns is not None and batch.columns is not None:
+            return partial(self._attend_columns, batch.columns)
+        positions_N = batch.positions_RT.view(-1)
+        cos_N1D, sin_N1D = self._cos_CD[positions_N][:, None], self._sin_CD[positions_N][:, None]
+
+        def attend(index: int, layer: _Layer, qkv_NAD: torch.Tensor) -> torch.Tensor:
+            self._turn(layer, qkv_NAD, cos_N1D, sin_N1D)
+            return self._attend(index, layer, batch, qkv_NAD)
+
+        return attend
 
     def _rms(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         """RMS norm over the last dimension; `weight` may differ from head to head."""
