@@ -1,9 +1,9 @@
 """Two digits that make a sum: a question that is harder to solve than to check.
 
 `3,6,1. Which two make 7?` A solver has to search the pairs for `6+1`. A verifier adds the two digits of a solution and
-compares the sum. The splits ask about different sets of digits. A guess among three digits is right in a third of the
-cases, so a solver that knows the format only has something to learn from. No two digits of a question make more than 9:
-a sum is one token, which the tiny policy can compare.
+compares the sum. The splits ask different questions, though about the same sets of digits. A guess among three digits
+is right in a third of the cases, so a solver that knows the format only has something to learn from. No two digits of a
+question make more than 9: a sum is one token, which the tiny policy can compare.
 
 The templates VERIFY and RETRY are those of `recipes/solver_verifier.yaml`. The demonstrations are right with
 probability `right`, the verifier's sums with probability `checked`; so a policy learns the format, and reinforcement
@@ -30,22 +30,30 @@ _PAIR = re.compile(r"(\d)\s*\+\s*(\d)")
 Payload = Mapping[str, Any]
 
 
-def sets(split: str, size: int) -> list[tuple[int, ...]]:
-    """Return the sets of `size` digits of `split`; about a quarter of all is held out."""
+def questions(split: str, size: int = 3) -> list[tuple[tuple[int, ...], int]]:
+    """Return all questions of `split`, each of `size` digits and a sum; a quarter of all is held out."""
     check_split(split)
-    found = [digits for digits in itertools.combinations(range(10), size) if sum(digits[-2:]) <= _MOST]
-    return [digits for digits in found if (sum(digits) % 4 == 0) == (split == "heldout")]
+    sets = [digits for digits in itertools.combinations(range(10), size) if sum(digits[-2:]) <= _MOST]
+    found = [
+        (order, target)
+        for digits in sets
+        for order in itertools.permutations(digits)
+        for target in sorted({sum(pair) for pair in itertools.combinations(digits, 2)})
+    ]
+    random.Random(f"pairs/{size}").shuffle(found)
+    cut = len(found) // 4
+    return found[:cut] if split == "heldout" else found[cut:]
 
 
 def prompts(split: str, count: int, seed: int, size: int = 3) -> Iterator[dict[str, Any]]:
-    """Yield `count` prompts of `split`, each about `size` digits."""
-    choices, generator = sets(split, size), random.Random(f"pairs/{split}/{seed}/{size}")
+    """Yield `count` prompts of `split`, each about `size` digits; a question comes again when all have been asked."""
+    choices, generator = questions(split, size), random.Random(f"pairs/{split}/{seed}/{size}")
     for index in range(count):
-        digits = list(generator.choice(choices))
-        generator.shuffle(digits)
-        target = sum(generator.sample(digits, 2))
+        if index % len(choices) == 0:
+            generator.shuffle(choices)
+        digits, target = choices[index % len(choices)]
         question = QUESTION.format(digits=",".join(map(str, digits)), target=target)
-        payload = {"question": question, "digits": digits, "target": target}
+        payload = {"question": question, "digits": list(digits), "target": target}
         yield {"id": f"pairs-{split}-{seed}-{index}", "payload": payload}
 
 
@@ -95,12 +103,15 @@ def _written(pair: tuple[int, int]) -> str:
 
 
 def _verdict(payload: Payload, pair: tuple[int, int], generator: random.Random, checked: float) -> str:
-    """Return the sum of a pair, the wanted sum and the verdict that follows; the first is off by one unless `checked`.
+    """Return the sum of a pair, how far it is from the wanted sum, and the verdict that follows.
 
-    Side by side, the two sums can be compared by a policy of two layers.
+    The sum is off by one unless `checked`. A policy of two layers learns differences as it learns sums, but not in a
+    few hundred steps that two digits are equal, of which only the verdict would tell it.
     """
     total = sum(pair)
     if generator.random() >= checked:
         total += 1 if total == 0 else -1 if total == _MOST else generator.choice((-1, 1))
     target = payload["target"]
-    return f"{_written(pair)}={total}, make {target}: <verify>{'approve' if total == target else 'reject'}</verify>"
+    apart = total - target
+    found = f"{_written(pair)}={total}, {total}-{target}={apart}"
+    return f"{found}: <verify>{'reject' if apart else 'approve'}</verify>"

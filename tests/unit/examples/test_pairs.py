@@ -20,14 +20,19 @@ def test_only_two_digits_of_the_question_are_right(answer: str | None, worth: fl
     assert pairs.reward(PAYLOAD, answer) == worth
 
 
-def test_one_pair_of_three_is_right_and_no_set_is_in_both_splits() -> None:
-    for prompt in pairs.prompts("train", 50, 1):
-        one, two, three = prompt["payload"]["digits"]
-        tries = [f"{one}+{two}", f"{one}+{three}", f"{two}+{three}"]
-        assert sum(pairs.reward(prompt["payload"], answer) for answer in tries) == 1
-    train, heldout = (set(pairs.sets(split, 3)) for split in ("train", "heldout"))
-    assert not train & heldout
-    assert all(sum(sorted(digits)[-2:]) <= 9 for digits in train | heldout)
+def test_one_pair_of_three_is_right_and_no_question_is_in_both_splits() -> None:
+    asked = {}
+    for split in ("train", "heldout"):
+        rows = [row["payload"] for row in pairs.prompts(split, 200, 1)]
+        for row in rows:
+            one, two, three = row["digits"]
+            tries = [f"{one}+{two}", f"{one}+{three}", f"{two}+{three}"]
+            assert sum(pairs.reward(row, answer) for answer in tries) == 1
+            assert sum(sorted(row["digits"])[-2:]) <= 9
+        asked[split] = {row["question"] for row in rows}
+    assert not asked["train"] & asked["heldout"]
+    assert len(asked["train"]) == 200  # a question comes again when all 405 have been asked
+    assert len(asked["heldout"]) == len(pairs.questions("heldout")) == 135
 
 
 def test_a_third_of_the_demonstrations_is_of_each_kind() -> None:
@@ -38,9 +43,12 @@ def test_a_third_of_the_demonstrations_is_of_each_kind() -> None:
     for number in range(1, 900, 3):
         asked, answer = rows[number]
         assert "Is it right?" in asked["content"]
-        found, wanted = re.fullmatch(r"\d\+\d=(\d), make (\d): <verify>\w+</verify>", answer["content"]).groups()
-        assert int(wanted) == prompts[number]["target"]
-        assert (found == wanted) == ("approve" in answer["content"])
+        form = r"\d\+\d=(\d), (\d)-(\d)=(-?\d): <verify>\w+</verify>"
+        found, again, wanted, apart = (int(digit) for digit in re.fullmatch(form, answer["content"]).groups())
+        assert found == again
+        assert wanted == prompts[number]["target"]
+        assert apart == found - wanted
+        assert (apart == 0) == ("approve" in answer["content"])
     for asked, answer in rows[2::3]:
         assert "<verify>reject</verify>" in asked["content"]
         assert answer["content"] not in asked["content"].splitlines()[1]
