@@ -88,7 +88,7 @@ CASES = {
         eps=1e-5,
         goal=None,
         trl={"rows": 128, "threads": 2},
-        ours={"nodes": 2, "episodes": 64, "context": 160, "staleness": 2},
+        ours={"nodes": 2, "episodes": 64, "context": 160, "staleness": 1},
     ),
 }
 

@@ -160,6 +160,12 @@ async def test_a_trainer_that_serves_its_own_weights_is_their_source(tmp_path):
     assert joined.recipe.policies["agent"].weights.source == "http://t:3"
 
 
+async def test_weights_of_each_policy_need_a_source(tmp_path):
+    async with inviting(told("policies.other.model=tiny", weights="", trainers={"agent": "http://t:3"})) as url:
+        with pytest.raises(RunError, match="serves no weights"):
+            await join(url, TOKEN, tmp_path)
+
+
 async def test_no_service(tmp_path, monkeypatch):
     monkeypatch.setattr(joining, "REACHED", 0.2)
     with pytest.raises(RunError, match="no run answers at http"):

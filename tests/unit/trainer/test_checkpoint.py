@@ -351,6 +351,13 @@ def test_only_what_is_needed_is_read(tmp_path: Path) -> None:
     assert read_slices([], wanted) == {}
 
 
+def test_a_file_that_has_no_slices_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "optimizer.safetensors"
+    path.write_bytes(b"no tensors here")
+    with pytest.raises(CorruptData, match=r"optimizer\.safetensors is not a file of slices"):
+        read_slices([path], wanted_by({}, 0, 1))
+
+
 @pytest.mark.slow
 def test_real_sharded_tensors_in_real_processes(warm: Warm, tmp_path: Path) -> None:
     for task, ranks in (("save", 2), ("load", 4)):
