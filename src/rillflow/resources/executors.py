@@ -179,9 +179,7 @@ class LocalExecutor:
     async def _gone(self, process: psutil.Process) -> bool:
         deadline = asyncio.get_running_loop().time() + self._grace
         while asyncio.get_running_loop().time() < deadline:
-            ended = _ended(process)
-            _reap(process.pid)
-            if ended:
+            if not _reap(process.pid) and _ended(process):
                 return True
             await asyncio.sleep(_POLL)
         return False
@@ -195,10 +193,13 @@ def _ended(process: psutil.Process) -> bool:
         return True
 
 
-def _reap(pid: int) -> None:
-    """Reap an ended process if it is our child."""
-    with suppress(ChildProcessError):
-        os.waitpid(pid, os.WNOHANG)
+def _reap(pid: int) -> bool:
+    """Reap a process if it is our child and has ended. Return whether it is our child and has not: a process looks like
+    a zombie already while threads of it still end."""
+    try:
+        return os.waitpid(pid, os.WNOHANG) == (0, 0)
+    except ChildProcessError:
+        return False
 
 
 def _signal(process: psutil.Process, number: signal.Signals) -> None:
