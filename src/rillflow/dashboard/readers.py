@@ -180,7 +180,7 @@ class Spans:
         return len(self.begin)
 
     def joined(self) -> Spans:
-        """With neighbours of one state as one: a state that lasts is written in parts."""
+        """Return the spans with neighbours of the same state joined: a state that lasts is written in parts."""
         if len(self) < 2:
             return self
         apart = (self.state[1:] != self.state[:-1]) | (self.begin[1:] != self.end[:-1])
@@ -189,14 +189,14 @@ class Spans:
         return Spans(self.begin[first], self.end[last], self.state[first])
 
     def then(self, later: Spans) -> Spans:
-        """These and those that begin after them."""
+        """Return these spans and the later ones that begin after them."""
         after = later.begin >= self.end[-1] if len(self) else np.ones(len(later), np.bool_)
         begin = np.concatenate((self.begin, later.begin[after]))[-MOST:]
         end = np.concatenate((self.end, later.end[after]))[-MOST:]
         return Spans(begin, end, np.concatenate((self.state, later.state[after]))[-MOST:]).joined()
 
     def within(self, low: float, high: float) -> Spans:
-        """The part between two moments, cut to them."""
+        """Return what lies between two moments, cut at both."""
         inside = slice(int(np.searchsorted(self.end, low, "right")), int(np.searchsorted(self.begin, high, "left")))
         return Spans(np.maximum(self.begin[inside], low), np.minimum(self.end[inside], high), self.state[inside])
 

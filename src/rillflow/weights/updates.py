@@ -68,7 +68,7 @@ class Invitation:
         return self._folder / "endpoints" / f"{process}.json"
 
     def _url(self, process: str) -> str:
-        """Read a process's URL. It is read every time: a weight server may be started at any time, and elsewhere."""
+        """Read a process's URL. It changes when a weight server is started again, perhaps on another host."""
         path = self._path(process)
         try:
             return str(read_json(path)["url"]) if path.is_file() else ""

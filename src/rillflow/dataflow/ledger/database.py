@@ -308,7 +308,7 @@ class Database:
         self._counters.add(-self.counter(name), name)
 
     def added(self) -> None:
-        """A total was changed: it is written with the present change, or at once."""
+        """Note that a total has changed: inside a change it is written with it, otherwise at once."""
         if not self._inside:
             self.write_totals()
 
@@ -318,7 +318,7 @@ class Database:
             totals.write()
 
     def event(self, line: dict[str, Any]) -> None:
-        """A line for `metrics.jsonl`, written with the change that it tells of."""
+        """Add a line for `metrics.jsonl`; it is written with the change that it describes."""
         # msgspec writes numbers that JSON does not know (a diverged loss) as null.
         self.run("INSERT INTO events (line) VALUES (?)", (msgspec.json.encode(line).decode(),))
         self._event_of = -1
