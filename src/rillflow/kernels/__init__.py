@@ -2,7 +2,7 @@
 
 | kernel | result |
 |---|---|
-| `decode` | attention of a decode step of the embedded engine, on a CPU |
+| `decode` | attention of a decode step of the embedded engine, on a CPU with one thread |
 | `delta` | the coding of weight deltas and their fingerprints, on a CPU |
 | `delta_gpu` | the same on a GPU |
 | `layers` | norms, gates and rotary embeddings in training, on a CPU |

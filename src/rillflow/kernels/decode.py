@@ -1,11 +1,11 @@
-"""Attention of a decode step of the embedded engine, on a CPU in fp32: one call for each layer, without a mask.
+"""Attention of a decode step of the embedded engine, on a CPU in fp32 with one thread: one call a layer and no mask.
 
 Each row is read alone, as far as it goes, so no bit of its result depends on the other rows of a batch. torch's
 operators also read the masked columns of shorter rows, take a call for each run of rows alike in length, and a dozen
 more to norm, rotate and store the new heads.
 
 Sampling takes 1.2 times as long without it at equal lengths, and 1.3 times at mixed ones (`python -m bench.kernels`, a
-Xeon). An evaluation gains as much, a training run of short episodes a few per cent.
+Xeon): what nodes gain that only sample. A training run of short episodes gains a few per cent.
 
 Axes: R rows, S slots, H heads of queries, K heads of keys, A = H + 2 K heads of queries, keys and values side by side,
 C columns of the cache, P positions, D head size.

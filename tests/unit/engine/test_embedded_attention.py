@@ -135,10 +135,16 @@ def test_torch_computes_other_dtypes_and_everything_without_kernels(
     assert batch.stretches
 
 
-def test_a_cache_with_a_window_is_read_by_torch() -> None:
+def test_torch_reads_a_window_and_shares_work_among_several_threads() -> None:
     size = {"layers": 1, "slots": 2, "heads": 1, "context": CONTEXT, "head_size": 8}
-    cache = KVCache(**size, dtype=torch.float32, device=torch.device("cpu"), window=9)
-    assert not cache.compiles
+    plain = {**size, "dtype": torch.float32, "device": torch.device("cpu")}
+    assert KVCache(**plain).compiles
+    assert not KVCache(**plain, window=9).compiles
+    torch.set_num_threads(2)
+    try:
+        assert not KVCache(**plain).compiles
+    finally:
+        torch.set_num_threads(1)
 
 
 @pytest.mark.parametrize("normed", [True, False])

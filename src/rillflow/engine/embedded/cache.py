@@ -91,7 +91,9 @@ class KVCache:
         self.heads = heads
         self.device = device
         self.compiled = False  # whether decode steps are for compiled attention; set by a forward that has it
-        self.compiles = device.type == "cpu" and dtype == torch.float32 and window is None and kernels.enabled("decode")
+        plain = device.type == "cpu" and dtype == torch.float32 and window is None
+        # The compiled loop has one thread; where torch has several, its operators share the work among them.
+        self.compiles = plain and torch.get_num_threads() == 1 and kernels.enabled("decode")
         self._grain = _GRAIN[device.type]
         self._call = _CALL // (heads * head_size)
         self._shape = (layers, 2, slots, heads, context + 1, head_size)
