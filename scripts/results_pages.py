@@ -25,7 +25,7 @@ _ASYNCHRONY = """# What asynchrony costs
 
 A node that never waits for the trainer samples with older weights. `python -m bench.staleness` measures what that costs
 in reward and gains in time: the stockroom from the shipped tiny policy, the same number of optimizer steps of 128
-samples in every arm, the same held-out prompts, three seeds. The page is made from the bench's result by
+samples in every arm, the same held-out prompts and seeds. The page is made from the bench's result by
 `python -m scripts.reference_pages`.
 
 The arms:

@@ -205,7 +205,9 @@ class CommandConfig(Section):
 class PauseConfig(Section):
     """Pauses of a node until newer weights come, for synchronous runs. Requests stay open."""
 
-    episodes: Positive | None = Field(None, description="after this many finished episodes since the last weights")
+    episodes: Positive | None = Field(
+        None, description="after this many training episodes that finished since the last weights"
+    )
     seconds: Seconds | None = Field(None, description="this long after the last weights")
     at_most: Seconds = Field(60.0, description="no pause is longer, even if no new weights come")
 

@@ -100,6 +100,8 @@ class RolloutManager:
         self._served: dict[str, dict[str, int]] = {}
 
     def episode_finished(self) -> None:
+        """Count an episode for training. Evaluations do not count: the trainer would wait for samples that a paused
+        node does not make."""
         if self._threshold is not None:
             self._threshold.episode_finished()
 
@@ -235,9 +237,6 @@ class RolloutManager:
             for (engine, reason), held in self._held.items()
         ]
         return {"engines": engines, "held": held}
-
-
-# ---------------------------------------------------------------- routes
 
 
 # ---------------------------------------------------------------- routes

@@ -103,7 +103,7 @@ class Episodes:
     # ------------------------------------------------------------ beginnings
 
     async def play(self, lease: TaskLease) -> bool:
-        """Play one task to its end; return whether the run accepted it as completed."""
+        """Play one task to its end; return whether the run accepted it as a completed episode for training."""
         kept = Kept(lease=lease, begun=self._clock.now())
         return await self._life(kept, self._player.play(lease.attempt, lambda: self._open(kept)))
 
@@ -177,7 +177,7 @@ class Episodes:
                 self._forget(lease.attempt)
                 self._player.over(lease.attempt, accepted=ack.accepted, reason=ack.reason)
         self.finished += ack.accepted
-        return ack.accepted
+        return ack.accepted and lease.task.lane == "train"
 
     async def _ended(self, kept: Kept, playing: Awaitable[Played]) -> Ack:
         lease = kept.lease

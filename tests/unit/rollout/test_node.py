@@ -7,9 +7,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import openai
 import pytest
-from rollout_support import Dataflow, NoEngines, World, call, until
+from rollout_support import Dataflow, NoEngines, World, call, task, until
 
 from rillflow.config.rollout import RolloutConfig
 from rillflow.contracts import Episode
@@ -195,17 +196,18 @@ async def test_an_agent_in_this_process_dies_with_its_node(tmp_path: Path) -> No
         assert len(world.gateway.sessions) == 0
 
 
-async def test_finished_episodes_are_told_to_the_rollout_manager(tmp_path: Path) -> None:
+async def test_finished_training_episodes_are_told_to_the_rollout_manager(tmp_path: Path) -> None:
     async def plays(episode: Episode) -> float:
         await episode.client.chat.completions.create(
             model=episode.model, messages=[{"role": "user", "content": "hello"}], max_tokens=8
         )
         return 1.0
 
-    async with World(tmp_path, 3, workflow=plays) as world:
+    tasks = [task(0), msgspec.structs.replace(task(1), lane="eval"), task(2)]
+    async with World(tmp_path, tasks, workflow=plays) as world:
         await world.dataflow.until(3)
         await world.end()
-    assert world.engines.finished == 3
+    assert world.engines.finished == 2, "an evaluation brings the trainer no samples"
 
 
 @pytest.mark.parametrize("error", [DiskFull("no space left"), DeadlineExceeded("late"), Unavailable("away")])
