@@ -99,7 +99,7 @@ class DataflowConfig(Section):
         "same agent (Dr. MAS), only those of the same agent and turn (AT-GRPO), or only the answers to the same call, "
         "which were sampled from the same state (AgentFlow-Pro)",
     )
-    staleness: NonNegative = Field(4, description="most versions between sampling and training; 0 is on-policy")
+    staleness: NonNegative = Field(2, description="most versions between sampling and training; 0 is on-policy")
     filters: list[HookConfig] = Field(
         [HookConfig(name="zero_variance")], description="names, module:Class or {name: options}, in order"
     )
