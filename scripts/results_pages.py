@@ -44,7 +44,7 @@ Seconds contain that time. Sampling, gradients, losses and the transfer of weigh
 _FOUND = """
 ## What follows
 
-Runs on two seeds (three arms: one), three at a time on two cores, so the seconds are some 10 to 30 % too high.
+Runs on two seeds (three arms: one), three at a time on two cores, so the seconds are too high.
 
 - **A bound of one version gives nearly all of the time and costs little**: the run takes 123 instead of 158 s and
   reaches 0.9 after as many samples as on-policy. Higher bounds gain no more time here, and need more samples to 0.9.

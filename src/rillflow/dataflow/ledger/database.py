@@ -308,7 +308,7 @@ class Database:
         self._counters.add(-self.counter(name), name)
 
     def added(self) -> None:
-        """Note that a total has changed: inside a change it is written with it, otherwise at once."""
+        """Note that a total has changed. Inside a transaction it is written at its end, otherwise at once."""
         if not self._inside:
             self.write_totals()
 
