@@ -189,7 +189,8 @@ async def _answer(tool: Tool, arguments: Mapping[str, Any], episode: Episode | N
         async with asyncio.timeout(seconds):
             return await tool.call(arguments, episode)
     except TimeoutError as error:
-        cancelled = error.__cause__  # its traceback shows where the tool hung
+        # Its traceback shows where the tool hung. Python 3.11.2 and older have it as the context alone.
+        cancelled = error.__cause__ or error.__context__
         raise _TooLate(seconds).with_traceback(cancelled.__traceback__ if cancelled else None) from None
 
 
