@@ -11,6 +11,7 @@ from __future__ import annotations
 import fcntl
 import hashlib
 import os
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -24,6 +25,8 @@ F = TypeVar("F", bound=Callable[..., Any])
 _config: Any = numba.config  # its attributes are made when numba is imported
 # Sums may be taken in any order and products need not be rounded, so that several are computed at once. NaN stays NaN.
 _FASTMATH = {"contract", "reassoc", "nsz", "arcp"}
+_setting = threading.RLock()  # numba reads its folder from one variable, and threads import kernels at the same time
+os.register_at_fork(before=_setting.acquire, after_in_parent=_setting.release, after_in_child=_setting.release)
 _PATIENCE, _LOOK = 120.0, 0.05  # seconds that a process waits for another one that compiles; and between two looks
 
 
@@ -47,11 +50,12 @@ def _kept(function: F, **options: Any) -> F:
     folder = _folder()
     if folder is None:
         return cast(F, numba.njit(nogil=True, **options)(function))
-    before, _config.CACHE_DIR = _config.CACHE_DIR, str(folder)
-    try:
-        return cast(F, numba.njit(nogil=True, cache=True, **options)(function))
-    finally:
-        _config.CACHE_DIR = before
+    with _setting:
+        before, _config.CACHE_DIR = _config.CACHE_DIR, str(folder)
+        try:
+            return cast(F, numba.njit(nogil=True, cache=True, **options)(function))
+        finally:
+            _config.CACHE_DIR = before
 
 
 @contextmanager

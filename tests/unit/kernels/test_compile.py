@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +51,23 @@ def test_every_source_of_the_package_counts(tmp_path: Path) -> None:
     folder = module._folder()
     assert folder is not None
     assert folder.name == f"kernels-{digest(Path(module.__file__).parent)}"
+
+
+def test_threads_do_not_take_the_folder_from_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[str] = []
+
+    def slow(**options: Any) -> Callable[[Any], Any]:
+        seen.append(module._config.CACHE_DIR)
+        time.sleep(0.02 * len(seen))  # the others begin and end at different times
+        seen.append(module._config.CACHE_DIR)
+        return lambda function: function
+
+    before = module._config.CACHE_DIR
+    monkeypatch.setattr(module.numba, "njit", slow)
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(compiled, [lambda number: number] * 4))
+    assert seen == [str(module._folder())] * 8
+    assert before == module._config.CACHE_DIR
 
 
 def test_without_a_folder_to_keep_it(monkeypatch: pytest.MonkeyPatch) -> None:
