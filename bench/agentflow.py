@@ -1,6 +1,6 @@
 """AgentFlow-Pro on the tally: does a process reward model (PRM-DAPO) teach more than the outcome alone?
 
-    python -m bench.agentflow [--seeds 3] [--arms NAME …] [--jobs 1] [--keep FOLDER] [--warm MODEL] [--quick]
+    python -m bench.agentflow [--seeds 3] [--first-seed 0] [--arms NAME …] [--jobs 1] [--keep FOLDER] [--warm MODEL] [--quick]
                               [--seconds N] [--json FILE]
 
 Real runs of the recipes. Once: a warm start (`fit agentflow_warm`). For every seed: a first round by outcomes
@@ -250,7 +250,7 @@ def report(
         apart = ", ".join(f"{one['calibration']:.2f}" for one in models)
         print(f"process reward model, {name}: ranking {ranks}; calibration error {apart}")
     for name, of in rewards.items():
-        print(f"{name}, seed 0: decisions and their mean reward by steps left")
+        print(f"{name}, first seed: decisions and their mean reward by steps left")
         for action, lefts in of.items():
             print(f"  {action:8}", *(f"{left}: {count:.0f} × {mean:.2f}" for left, (count, mean) in lefts.items()))
 
@@ -289,6 +289,7 @@ def qualities(bench: Bench, arms: list[str], seeds: range) -> dict[str, list[dic
 def main() -> None:
     arguments = parser(__doc__ or "")
     arguments.add_argument("--seeds", type=int, help="how many seeds; default 3, with --quick 1")
+    arguments.add_argument("--first-seed", type=int, default=0, help="default 0")
     arguments.add_argument("--arms", nargs="+", choices=[*ARMS, LONGER], help=f"default all; with --quick {PRO}")
     arguments.add_argument("--jobs", type=int, default=1, help="commands at once")
     arguments.add_argument("--threads", type=int, default=1, help="torch threads of a fit")
@@ -296,7 +297,7 @@ def main() -> None:
     arguments.add_argument("--keep", type=Path, help="folder in which the runs stay")
     arguments.add_argument("--seconds", type=float, default=math.inf, help="stop then and report what is finished")
     given = arguments.parse_args()
-    seeds = range(given.seeds or (1 if given.quick else 3))
+    seeds = range(given.first_seed, given.first_seed + (given.seeds or (1 if given.quick else 3)))
     chosen = given.arms or ([PRO] if given.quick else [*ARMS, LONGER])
     arms = [name for name in chosen if name in ARMS]
     with tempfile.TemporaryDirectory() as temporary, serving() as judge:
@@ -321,7 +322,7 @@ def main() -> None:
                 found.setdefault(name, []).append(arm)
         if FIRST not in found:
             raise NotMade("not even a first round is finished")
-        looks = at_once([partial(bench.rewards, name, 0) for name in arms])
+        looks = at_once([partial(bench.rewards, name, seeds[0]) for name in arms])
         rewards = {name: look for name, look in zip(arms, looks, strict=True) if look}
         report(found, qualities(bench, arms, seeds), rewards, given.json)
 

@@ -1,16 +1,17 @@
-"""Small agents learn on one GPU: sums of reasoning-gym, a search agent on 2Wiki, or a text game.
+"""Small agents learn on one GPU: sums of reasoning-gym, a search agent on 2Wiki, AgentFlow's planner, or a text game.
 
 Each case is its shipped recipe, run by the command that a user types, with vLLM and the trainer on one GPU. It
 reports the reward of the first and the last steps, and the mean reward of held-out prompts before and after.
 
     python -m bench.agents_gpu --model smollm2-135m-instruct.gguf --case reasoning --json -
     python -m bench.agents_gpu --model … --case search --data FOLDER      # FOLDER/qa/2wiki_*.jsonl, as $RILLFLOW_DATA
+    python -m bench.agents_gpu --model … --case planner                   # look-ups and sums by tools (tally)
     python -m bench.agents_gpu --model … --case game                      # needs textworld-express and Java
 
-`search` begins with a supervised warm start (`search_warm_gpu`). Where reasoning-gym is not installed, its prompts are
-read from FOLDER/reasoning, which `--prepare FOLDER` writes where it is. `--engine embedded --steps 2` tries a case on
-a CPU, with next to nothing of it. All commands of a case share `--limit`: when it is used up they are stopped as by
-Ctrl-C, and the results so far are reported.
+`search` and `planner` begin with a supervised warm start (`search_warm_gpu`, `agentflow_tally_warm_gpu`). Where
+reasoning-gym is not installed, its prompts are read from FOLDER/reasoning, which `--prepare FOLDER` writes where it is.
+`--engine embedded --steps 2` tries a case on a CPU, with next to nothing of it. All commands of a case share `--limit`:
+when it is used up they are stopped as by Ctrl-C, and the results so far are reported.
 """
 
 from __future__ import annotations
@@ -35,8 +36,13 @@ from rillflow.dataflow.sources import open_source
 from rillflow.observe.metrics import Metrics, read_metrics
 from rillflow.weights.models import model_from_gguf
 
-CASES = {"reasoning": "reasoning_gpu", "search": "search_agent_gpu", "game": "text_game_gpu"}
-WARM = {"search": "search_warm_gpu"}
+CASES = {
+    "reasoning": "reasoning_gpu",
+    "search": "search_agent_gpu",
+    "planner": "agentflow_tally_gpu",
+    "game": "text_game_gpu",
+}
+WARM = {"search": "search_warm_gpu", "planner": "agentflow_tally_warm_gpu"}
 WINDOW = 10  # steps over which the reward is averaged, at both ends
 INTERRUPTED = 130  # the exit code of a run that was stopped
 STOPPING = 60.0  # seconds that a stopped run gets to end its processes
@@ -81,7 +87,7 @@ def overrides(arguments: argparse.Namespace, model: str) -> list[str]:
         changed += ["trainer.dtype=bf16", "trainer.micro_tokens=32768", f"rollout.nodes={arguments.nodes}"]
         changed += ["rollout.engines=1", "rollout.episodes=128", "rollout.refresh_every=0.05"]
         return changed
-    context = 512 if model == "tiny" else 2048
+    context = 512 if arguments.model == "tiny" else 2048
     changed.append(f"{agent}.engine={{kind: embedded, dtype: fp32, device: cpu, slots: 8, context: {context}}}")
     changed += ["trainer.batch_groups=2", "dataflow.group_size=2", "rollout.episodes=8", "dataflow.filters=[]"]
     changed += ["rollout.episode_timeout=600", "runtime.threads=0", f"{agent}.sampling.max_tokens=8"]

@@ -3,7 +3,8 @@
 A step is a worker's: graph, advantages, loss, metrics and optimizer. Models have the shape of Qwen3 and random weights.
 Every case runs in a process of its own, within `--limit` seconds. The published figures are prime-rl's, measured on one
 H100 with activation checkpointing and flash attention 3 (`benchmarks/baselines` in its repository); our rows are as
-long as the case says, which is the most attention that a pack of this size can need.
+long as the case says, which is the most attention that a pack of this size can need. `--trl` also times steps of TRL's
+SFTTrainer with packing and Liger's kernels, for the cases of `_BESIDE_TRL`.
 
 `attention` compares the kernels of one long row: their results, gradients and speed.
 """
@@ -16,10 +17,13 @@ import os
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from rich.console import Console
 from rich.table import Table
@@ -72,6 +76,8 @@ CASES: dict[str, Case] = {
     "8b-adamw_8bit": Case("8b", Size(4096, 4096, 32_768, 8192), {"recompute": True, "optimizer": "adamw_8bit"}),
     "tiny": Case("tiny", Size(64, 64, 256, 64), {"recompute": True, "optimizer": "muon"}),
 }
+_BESIDE_TRL = ("0.6b-16k-cudnn", "4b-lora-16k", "4b-lora-16k-kept", "1.7b-ragged", "tiny")
+_TRL_STEPS = 6  # of which the first two are not timed
 ATTENTION = "attention"
 _ON_GPU = [ATTENTION, *(name for name in CASES if name != "tiny")]
 
@@ -212,8 +218,44 @@ def run_apart(name: str, arguments: argparse.Namespace) -> Measured:
     return Measured(**json.loads(done.stdout.strip().splitlines()[-1]))
 
 
+def run_trl(name: str, arguments: argparse.Namespace) -> Measured:
+    """Time TRL's steps on as many tokens."""
+    case, taken = CASES[name], Measured(f"{name}: TRL")
+    size, lora_config = case.size, case.settings.get("lora")
+    packs = max(round(size.tokens / size.pack), 1)
+    draw = np.random.default_rng(0)
+    # Packing leaves some room in every pack, so there are rows to spare.
+    count = 2 * _TRL_STEPS * packs * size.pack // ((size.shortest + size.longest) // 2)
+    job = {
+        "shape": SHAPES[case.shape], "pack": size.pack, "packs": packs, "steps": _TRL_STEPS,
+        "lora": lora_config.rank if lora_config else 0, "recompute": bool(case.settings.get("recompute")),
+        "lengths": draw.integers(size.shortest, size.longest + 1, count).tolist(),
+    }  # fmt: skip
+    with tempfile.TemporaryDirectory() as temporary:
+        given, found = Path(temporary, "job.json"), Path(temporary, "found.json")
+        given.write_text(json.dumps(job))
+        # Without this folder on its path: transformers would take its kernels.py for the package `kernels`.
+        script = Path(__file__).with_name("trainer_gpu_trl.py")
+        command = [arguments.trl, "-P", str(script), str(given), str(found)]
+        try:
+            done = subprocess.run(command, capture_output=True, text=True, timeout=arguments.limit, check=False)
+        except subprocess.TimeoutExpired:
+            return replace(taken, error=f"not done after {arguments.limit:.0f} s")
+        if done.returncode:
+            sys.stderr.write(done.stderr[-4000:])
+            return replace(taken, error=(done.stderr.strip().splitlines() or ["no output"])[-1][:200])
+        said = json.loads(found.read_text())
+    steps = np.diff(said["ended"])[1:]
+    seconds = float(np.median(steps))
+    notes = {"Liger": float(said["liger"])}
+    return replace(
+        taken, tokens_per_second=said["tokens"] / seconds, peak=said["peak"], step_seconds=seconds,
+        steps=len(steps), notes=notes,
+    )  # fmt: skip
+
+
 def show(results: list[Measured]) -> None:
-    table = Table(title="steps of our trainer")
+    table = Table(title="steps of a trainer")
     for heading in ("case", "tokens/s", "MFU %", "peak GiB", "step s", "warm-up s", "first loss", "note"):
         table.add_column(heading, justify="left" if heading in {"case", "note"} else "right")
     for taken in results:
@@ -224,7 +266,7 @@ def show(results: list[Measured]) -> None:
     Console(width=180).print(table)
 
 
-def add_rows(report: Report, taken: Measured) -> None:
+def add_rows(report: Report, taken: Measured, peer: Measured | None) -> None:
     case = CASES.get(taken.case)
     if case is None or taken.error:
         report.add(f"{taken.case}: ran", float(not taken.error), None, unit="", reason=taken.error)
@@ -233,7 +275,10 @@ def add_rows(report: Report, taken: Measured) -> None:
     report.add(f"{taken.case}: tokens a second", speed, case.published, unit="tokens/s", goal=goal)
     goal_mfu = 1.0 if case.goal_mfu else None
     report.add(f"{taken.case}: model FLOPs utilisation", taken.mfu, case.goal_mfu, unit="%", goal=goal_mfu)
-    report.add(f"{taken.case}: peak memory", taken.peak, None, unit="GiB")
+    if peer is not None and not peer.error:
+        report.add(f"{taken.case}: tokens a second (peer: TRL)", speed, peer.tokens_per_second, unit="tokens/s")
+    beside = None if peer is None or peer.error else peer.peak or None
+    report.add(f"{taken.case}: peak memory", taken.peak, beside, unit="GiB", less_is_better=True)
 
 
 def main() -> None:
@@ -241,6 +286,7 @@ def main() -> None:
     made.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     made.add_argument("--cases", help=f"comma-separated, of {', '.join(_ON_GPU)}, tiny; default all, on a CPU tiny")
     made.add_argument("--limit", type=float, default=150.0, help="most seconds of a case")
+    made.add_argument("--trl", metavar="PYTHON", help="time TRL's steps, too, with this interpreter")
     made.add_argument("--only", help=argparse.SUPPRESS)
     arguments = made.parse_args()
     device = torch.device(arguments.device)
@@ -250,14 +296,17 @@ def main() -> None:
         sys.stdout.write(json.dumps(asdict(one)) + "\n")
         return
     names = arguments.cases.split(",") if arguments.cases else _ON_GPU if device.type == "cuda" else ["tiny"]
-    results = []
+    results, peers = [], {}
     for name in names:
         results.append(run_apart(name, arguments))
         sys.stderr.write(f"{json.dumps(asdict(results[-1]))}\n")
-    show(results)
+        if arguments.trl and name in _BESIDE_TRL:
+            peers[name] = run_trl(name, arguments)
+            sys.stderr.write(f"{json.dumps(asdict(peers[name]))}\n")
+    show(results + list(peers.values()))
     report = Report("trainer_gpu")
     for taken in results:
-        add_rows(report, taken)
+        add_rows(report, taken, peers.get(taken.case))
     report.finish(arguments.json, peak_tflops=PEAK_TFLOPS)
 
 

@@ -20,8 +20,8 @@ from rillflow.observe.metrics import Metrics
 
 def arguments(case: str, engine: str, data: Path) -> argparse.Namespace:
     return argparse.Namespace(
-        case=case, engine=engine, python="python3", steps=4, lr=1e-6, seed=3, nodes=2, data=str(data), limit=9.0,
-        server=["--max-num-seqs=64"],
+        case=case, model="tiny", engine=engine, python="python3", steps=4, lr=1e-6, seed=3, nodes=2, data=str(data),
+        limit=9.0, server=["--max-num-seqs=64"],
     )  # fmt: skip
 
 
