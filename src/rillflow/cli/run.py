@@ -88,7 +88,7 @@ def check(recipe: Recipe) -> None:
     from rillflow.rollout.loading import check_players
     from rillflow.weights.model_folder import model_folder
 
-    check_players(recipe)
+    warnings = [check_players(recipe)]
     check_tools(recipe.tools)
     check_trackers(recipe)
     plan(recipe, initial_workers(recipe))
@@ -106,8 +106,8 @@ def check(recipe: Recipe) -> None:
         check_stages(recipe)
     Hooks.of(recipe.dataflow)
     prompts = open_sources(recipe.data.prompts, seed=recipe.seed, shuffle=False)
-    warning = warning_of(prompts, open_heldout(recipe.data.heldout, seed=recipe.seed))
-    if warning is not None:
+    warnings.append(warning_of(prompts, open_heldout(recipe.data.heldout, seed=recipe.seed)))
+    for warning in filter(None, warnings):
         console.print(f"[yellow]warning:[/] {warning}", highlight=False, soft_wrap=True)
 
 

@@ -32,13 +32,14 @@ def refuse_outside(recipe: Recipe) -> None:
         )
 
 
-def check_players(recipe: Recipe) -> None:
+def check_players(recipe: Recipe) -> str | None:
     """Fail where a look can tell that no episode could be played. A workflow's module may have a `check_recipe` that
-    raises a ConfigError for what the workflow cannot work with."""
+    raises a ConfigError for what the workflow cannot work with, and returns a warning, which this returns, or None."""
+    warning: str | None = None
     if recipe.workflow is not None:
         check_recipe = getattr(inspect.getmodule(load_workflow(recipe)), "check_recipe", None)
         if check_recipe is not None:
-            check_recipe(recipe)
+            warning = check_recipe(recipe)
     if recipe.command is not None:
         words_of(recipe.command)
     if recipe.environment is not None:
@@ -52,6 +53,7 @@ def check_players(recipe: Recipe) -> None:
                     "compares whole episodes of a group",
                     "leave trainer.step_rewards out, or take the reward that names `group` out of the recipe",
                 )
+    return warning
 
 
 def load_workflow(recipe: Recipe) -> Workflow:

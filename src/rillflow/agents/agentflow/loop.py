@@ -40,12 +40,15 @@ from rillflow.agents.memory import EpisodeMemory, Memory, TaskMemory, store_of
 from rillflow.agents.workflows.multi_policy import checker
 from rillflow.contracts import Episode
 from rillflow.errors import ConfigError
-from rillflow.weights.model_folder import require_ranking
+from rillflow.weights.model_folder import process_facts_of, require_ranking
 
 if TYPE_CHECKING:
     from rillflow.agents.agentflow.options import StepRewardOptions
     from rillflow.config import Recipe
     from rillflow.contracts import Episode
+
+
+_FAR = 0.1  # calibration error: 0.12 to 0.17 in models of balanced rows, 0.01 to 0.07 in others (docs/agentflow.md)
 
 
 class Executor:
@@ -165,11 +168,12 @@ def memory_of(episode: Episode, options: FlowOptions) -> Memory:
     return EpisodeMemory(store_of(options.memory), options.memory, writes=not episode.evaluating)
 
 
-def check_recipe(recipe: Recipe) -> None:
-    """Refuse, before a run starts, options that do not fit and a process reward model that is not fit for use."""
+def check_recipe(recipe: Recipe) -> str | None:
+    """Refuse, before a run starts, options that do not fit and a process reward model that is not fit for use. Return a
+    warning of scores that are compared with outcomes and are on another scale."""
     options = read_options(recipe.options).process_reward
     if options is None:
-        return
+        return None
     if options.continuations and CONTINUATION not in recipe.untrained:
         raise ConfigError(
             "options.process_reward.continuations: the continuations would be trained on",
@@ -180,8 +184,21 @@ def check_recipe(recipe: Recipe) -> None:
             f"options.process_reward.actions={options.actions}: they are compared with each other",
             "set dataflow.grouping: state, or process_reward.actions: 1",
         )
-    if options.model is not None and options.gate:
+    if options.model is None:
+        return None
+    if options.gate:
         require_ranking(options.model)
+    return _warning_of_scale(options.model, options.outcome)
+
+
+def _warning_of_scale(model: str, outcome: float) -> str | None:
+    quality = process_facts_of(model).quality
+    if not outcome or quality is None or quality.calibration <= _FAR:
+        return None
+    return (
+        f"the scores of {model} are {quality.calibration:.2f} from their labels on average, and process_reward.outcome="
+        f"{outcome:g} compares them with outcomes: planners learned less from such models. Label with --no-balance"
+    )
 
 
 # ---------------------------------------------------------------- rewards of single decisions

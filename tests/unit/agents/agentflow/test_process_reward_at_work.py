@@ -22,6 +22,7 @@ from rillflow.agents.agentflow.models import Decision, parse, prm_row
 from rillflow.agents.rewards.process import ProcessReward
 from rillflow.config import load_recipe
 from rillflow.errors import ConfigError, RewardError
+from rillflow.rollout.loading import check_players
 from rillflow.trainer.supervised.reward_model import RewardModel
 from rillflow.weights.model_folder import FILE, Quality, RewardFacts
 from rillflow.weights.models import load_scalar_model, load_tokenizer
@@ -95,13 +96,30 @@ def test_a_model_that_does_not_rank_above_chance_is_refused_by_name(
     ungated = load_recipe(
         "agentflow_pro", [f"options.process_reward.model={made}", "options.process_reward.gate=false"]
     )
-    check_recipe(ungated)
+    assert check_recipe(ungated) is None
     if not said:
-        check_recipe(recipe)
+        assert check_recipe(recipe) is None
         return
     with pytest.raises(ConfigError, match=said) as caught:
         check_recipe(recipe)
     assert str(made) in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("calibration", "outcome", "warned"), [(0.14, 0.5, True), (0.14, 0.0, False), (0.07, 0.5, False)]
+)
+def test_scores_on_another_scale_than_outcomes_are_warned_of(
+    folder: str, tmp_path: Path, *, calibration: float, outcome: float, warned: bool
+) -> None:
+    made = shutil.copytree(folder, tmp_path / "prm")
+    facts = RewardFacts(task="process_reward", quality=Quality(0.7, 0.02, 400, calibration))
+    (made / FILE).write_bytes(msgspec.json.encode(facts))
+    changed = [f"options.process_reward.model={made}", f"options.process_reward.outcome={outcome}"]
+    said = check_players(load_recipe("agentflow_pro", changed))
+    assert (said is not None) == warned
+    if said is not None:
+        assert "0.14 from their labels" in said
+        assert "--no-balance" in said
 
 
 async def test_each_answer_of_the_planner_gets_its_own_score_and_malformed_ones_nothing(folder: str) -> None:
