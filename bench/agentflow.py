@@ -1,7 +1,7 @@
 """AgentFlow-Pro on the tally: does a process reward model (PRM-DAPO) teach more than the outcome alone?
 
-    python -m bench.agentflow [--seeds 3] [--first-seed 0] [--arms NAME …] [--jobs 1] [--keep FOLDER] [--warm MODEL] [--quick]
-                              [--seconds N] [--json FILE]
+    python -m bench.agentflow [--seeds 3] [--first-seed 0] [--arms NAME …] [--jobs 1] [--keep FOLDER] [--warm MODEL]
+                              [--quick] [--seconds N] [--json FILE]
 
 Real runs of the recipes. Once: a warm start (`fit agentflow_warm`). For every seed: a first round by outcomes
 (`agentflow`), whose own episodes are labelled (`label`), and a process reward model on these labels (`fit

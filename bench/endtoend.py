@@ -218,8 +218,8 @@ def _cores(meter: Metered, ended: list[float]) -> dict[str, float]:
     return {role: seconds / BATCH / (len(ended) - FROM) for role, seconds in taken.items()}
 
 
-def measure(case: str, job: Case, seed: int, folder: Path, python: str) -> tuple[Side, Side]:
-    """Both sides of one seed, one after the other, each from the same weights and prompts."""
+def prepare(case: str, job: Case, seed: int, folder: Path) -> str:
+    """Write the prompts of a seed, and return the model that a run of it starts from."""
     folder.mkdir(parents=True, exist_ok=True)
     count = job.steps * BATCH // task.GROUP
     tools = case == "tools"
@@ -229,7 +229,12 @@ def measure(case: str, job: Case, seed: int, folder: Path, python: str) -> tuple
     (folder / "prompts.jsonl").write_text(
         "".join(json.dumps({"id": row["id"], **row["payload"]}) + "\n" for row in rows)
     )
-    model = str(ROOT / "src/rillflow/assets/tiny") if tools else str(task.make_model(folder / "model", seed))
+    return str(ROOT / "src/rillflow/assets/tiny") if tools else str(task.make_model(folder / "model", seed))
+
+
+def measure(case: str, job: Case, seed: int, folder: Path, python: str) -> tuple[Side, Side]:
+    """Both sides of one seed, one after the other, each from the same weights and prompts."""
+    model = prepare(case, job, seed, folder)
     told = msgspec.to_builtins(job) | {"case": case, "model": model, "batch": BATCH, "seed": seed}
     sides: dict[str, Callable[[], Side]] = {
         "ours": lambda: ours(case, job, model, folder, seed),

@@ -7,25 +7,30 @@ on the machine matters little. The delta codec is measured by the seconds of a v
 in bf16 of which 0.5 % changed: encoded by a trainer, decoded by a node.
 
     python -m bench.kernels --json -
+    python -m bench.kernels --whole tails --json -     # equal, tails, tools
 
-The settings take turns; medians are reported. End to end a sample costs about 14 core milliseconds on two cores of a
-Neoverse-N1 (`bench.endtoend`), so a kernel that saves 1.4 of them gains a tenth.
+The settings take turns; medians are reported. `--whole` measures whole training runs instead: our side of a case of
+`bench.endtoend`, all processes counted, with all kernels and without each of those that it uses.
 """
 
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import statistics
+import sys
 import tempfile
 import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
+import msgspec
 import torch
 from transformers import PreTrainedModel
 
+from bench import endtoend
 from bench import endtoend_task as task
 from bench.common import Report, parser
 from bench.engine import mixed_lengths
@@ -121,10 +126,37 @@ def compare(
         report.add(f"{what} without {without}", ours, statistics.median(seen[without]), unit=unit, less_is_better=True)
 
 
+def whole(report: Report, case: str, *, repeats: int, steps: int) -> None:
+    """Compare the core milliseconds of a sample of whole training runs."""
+    job = msgspec.structs.replace(endtoend.CASES[case], steps=steps)
+    names = ("", "layers", "decode")
+    seen: dict[str, list[float]] = {without: [] for without in names}
+    for repeat in range(repeats):
+        for without in names:
+            os.environ[kernels.VARIABLE] = setting(without)
+            with tempfile.TemporaryDirectory() as temporary:
+                folder = Path(temporary)
+                side = endtoend.ours(case, job, endtoend.prepare(case, job, repeat, folder), folder, repeat)
+            seen[without].append(1000 * sum(side.cores.values()))
+    os.environ.pop(kernels.VARIABLE)
+    print(json.dumps(seen), file=sys.stderr)
+    ours = statistics.median(seen[""])
+    for without in names[1:]:
+        other = statistics.median(seen[without])
+        report.add(f"whole run, {case}, without {without}", ours, other, unit="ms/sample", less_is_better=True)
+
+
 def main() -> None:
-    arguments = parser(__doc__ or "").parse_args()
-    torch.set_num_threads(1)
+    made = parser(__doc__ or "")
+    made.add_argument("--whole", choices=tuple(endtoend.CASES), help="a case of bench.endtoend")
+    made.add_argument("--repeats", type=int, default=3, help="whole runs of each setting")
+    arguments = made.parse_args()
     report = Report("kernels")
+    if arguments.whole:
+        whole(report, arguments.whole, repeats=arguments.repeats, steps=8 if arguments.quick else 16)
+        report.finish(arguments.json)
+        return
+    torch.set_num_threads(1)
     repeats = 5 if arguments.quick else 15
     with tempfile.TemporaryDirectory() as folder:
         path = task.make_model(Path(folder), 1)
