@@ -66,7 +66,7 @@ class Setting:
 def _arms() -> dict[str, Setting]:
     grpo = LOSSES["GRPO"]
     wait = f"rollout.pause_after={{episodes: {BATCH}, at_most: 30}}"
-    four = ("rollout.nodes=4", "rollout.episodes=16")
+    four = ("rollout.nodes=4", "rollout.episodes=16", "rollout.staggered=true")
     found = {ON_POLICY: Setting("GRPO", 0, grpo), "one step off": Setting("GRPO", 1, (*grpo, wait))}
     for staleness in (1, 2, 4, 8):
         for loss, changes in LOSSES.items():

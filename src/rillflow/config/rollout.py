@@ -227,7 +227,7 @@ class RolloutConfig(Section):
     reward_timeout: Seconds = Field(20.0, description="a reward function that takes longer is retried")
     refresh_every: Seconds = Field(0.2, description="how often a node looks for newer weights")
     staggered: bool = Field(
-        True,
+        False,
         description="at most half of the engines that serve a policy change their weights at once; false: each does "
         "when it is ready",
     )
