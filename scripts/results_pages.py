@@ -71,9 +71,9 @@ one run of each:
 | TRL, vLLM in its process | 628 | 9.9 | |
 
 An update stops an engine for 0.04 s, so turns have little to spread, and they delay the weights of those that wait. So
-`rollout.staggered` is off by default. After each update 0.2 of the step's 0.34 s pass until every answer that it cut
-has its next token: the server is asked for each of them again, with the tokens that it has. That, and not the stop, is
-what an update costs here.
+`rollout.staggered` is off by default. The other 0.18 s of an update are before the stop: the engine waits until every
+answer that the last update cut has had a token, and the workers decode. How they are divided was not measured; an
+engine's log tells it (`settle`, `ready`).
 """
 
 

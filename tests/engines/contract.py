@@ -185,7 +185,7 @@ async def test_workers_decode_published_deltas(world: World, tmp_path: Path) -> 
         check(world, asked, chunks)
         done = refresher.transfers.last[-1]
         assert (done.kind, done.versions, done.by_engine) == ("delta", count, True)
-        assert world.engine.update_seconds.keys() == {"cut", "apply", "decode", "verify", "probe"}
+        assert world.engine.update_seconds.keys() == {"settle", "ready", "cut", "apply", "decode", "verify", "probe"}
     name = "model.layers.1.self_attn.k_proj.weight"
     laid = lay_changes({name: Change(torch.tensor([77]), torch.tensor([123.0]))}, {})
     await world.write([str(path) for path in laid.folder.iterdir()])

@@ -117,7 +117,7 @@ async def test_three_versions_come_as_adapters_under_running_answers(world: Adap
         before = world.engine.stats().generated_tokens
         await until(lambda before=before: world.engine.stats().generated_tokens > before + 100, 60)
         await world.deliver(seed)
-        assert world.engine.update_seconds.keys() == {"cut", "apply", "add", "probe"}
+        assert world.engine.update_seconds.keys() == {"settle", "ready", "cut", "apply", "add", "probe"}
     enough.set()
     await asyncio.gather(*tasks)
     assert world.kinds == ["adapter"] * 3

@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
 from contextlib import nullcontext
 from typing import TYPE_CHECKING
 
@@ -228,29 +228,35 @@ class ServerEngine(ABC):
     async def _change(
         self, update: Update, version: int, probe: Probe | None, check: Callable[[], None] = lambda: None
     ) -> None:
+        began = self._clock.monotonic()
         try:
             await self._calls.settle()
+            settled = self._clock.monotonic()
             async with self._one_at_a_time:
                 check()
                 self._check_up()
                 if not self._asleep:
                     await update.get_ready()
+            before = {"settle": settled - began, "ready": self._clock.monotonic() - settled}
             async with self.turn(), self._one_at_a_time:
                 check()
-                await self._apply(update, version, probe)
+                await self._apply(update, version, probe, before)
                 self._loads += 1
         finally:
             await update.close()
 
-    async def _apply(self, update: Update | None, version: int, probe: Probe | None) -> None:
-        """Write and prove weights; without an update, prove the present ones."""
+    async def _apply(
+        self, update: Update | None, version: int, probe: Probe | None, before: Mapping[str, float] | None = None
+    ) -> None:
+        """Write and prove weights; without an update, prove the present ones. `before` are the seconds that the update
+        took until now."""
         self._check_up()
         began = self._clock.monotonic()
         self._calls.hold(_UPDATE)
         try:
             await self._wake_up()
             await self._cut_all("weights")
-            self.update_seconds = {"cut": self._clock.monotonic() - began}
+            self.update_seconds = {**(before or {}), "cut": self._clock.monotonic() - began}
             await self._write(update, version, probe)
             log.info(
                 "version %d: %s", version, ", ".join(f"{part} {s:.3f} s" for part, s in self.update_seconds.items())
