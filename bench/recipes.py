@@ -132,12 +132,13 @@ class Bench:
 def row(name: str, results: list[Result]) -> dict[str, Any]:
     """Return what the result file says of a recipe."""
     after = Mean.of([one.after.value for one in results])
+    interval = after.error if len(results) > 1 else results[0].after.error or None
     fit = name in FITS
     return {
         "measure": ("held-out accuracy" if "reward" in name else "held-out loss") if fit else REWARD,
         "before": statistics.fmean(one.before for one in results),
         "after": after.value,
-        "interval": after.error if len(results) > 1 else results[0].after.error or None,
+        "interval": interval,
         "each": [one.after.value for one in results],
         "seeds": len(results),
         "samples": round(statistics.fmean(one.samples for one in results)),
@@ -145,7 +146,7 @@ def row(name: str, results: list[Result]) -> dict[str, Any]:
         "machine": _machine(),
         "command": f"rillflow {'fit' if fit else 'run'} {name}",
         "start": None if fit else RUNS[name].recipe or None,
-        "reason": None,
+        "reason": "one seed: no interval" if interval is None else None,
     }
 
 
