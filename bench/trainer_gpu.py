@@ -73,6 +73,7 @@ CASES: dict[str, Case] = {
     "4b-lora-16k-kept": Case("4b", _16K, {"attention": "cudnn", "lora": _LORA}, 6229),
     "1.7b-ragged": Case("1.7b", _RAGGED, {}, None, _MFU),
     "8b-muon": Case("8b", Size(4096, 4096, 32_768, 8192), {"recompute": True, "optimizer": "muon"}),
+    "8b-offload": Case("8b", Size(4096, 4096, 32_768, 8192), {"recompute": True, "offload": "optimizer"}),
     "8b-adamw_8bit": Case("8b", Size(4096, 4096, 32_768, 8192), {"recompute": True, "optimizer": "adamw_8bit"}),
     "tiny": Case("tiny", Size(64, 64, 256, 64), {"recompute": True, "optimizer": "muon"}),
 }

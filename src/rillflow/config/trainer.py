@@ -146,7 +146,7 @@ class AlgorithmConfig(Section):
 # Options that only the backend rillflow has.
 _OWN = (
     "ranks", "sharding", "copies", "accumulate", "context_ranks", "attention", "trees", "compile", "lora", "optimizer",
-    "router_loss", "replay_routing",
+    "router_loss", "replay_routing", "offload",
 )  # fmt: skip
 _MOST_PROFILED = 20  # steps: a profile is held in memory until its last step
 
@@ -264,6 +264,11 @@ class TrainerConfig(AlgorithmConfig):
         description="activation checkpointing, also of the head: less memory for a third more computing; the results "
         "of attention are kept",
     )
+    offload: Literal["none", "optimizer", "activations", "both"] = Field(
+        "none",
+        description="what is in host memory while the GPU does not need it: `optimizer`, the moments between updates; "
+        "`activations`, the inputs of layers between forward and backward (with recompute)",
+    )
     compile: bool = Field(False, description="torch.compile the model's layers (GPU)")
     head_tokens: Positive = Field(
         1024, description="tokens whose logits exist at once: the head runs in pieces of this size"
@@ -289,6 +294,9 @@ class TrainerConfig(AlgorithmConfig):
         "RUN/profiles/POLICY",
     )
 
+    def offloads(self, what: Literal["optimizer", "activations"]) -> bool:
+        return self.offload in (what, "both")
+
     @property
     def teams(self) -> int:
         """Return among how many ranks, or teams of ranks that share micro-batches, a batch is divided."""
@@ -305,6 +313,8 @@ class TrainerConfig(AlgorithmConfig):
             raise ValueError("give `graph` (all nodes) or `nodes` (added to the algorithm's own), not both")
         if self.updates > self.batch_groups:
             raise ValueError("updates cannot be more than batch_groups: each update needs a group")
+        if self.offloads("activations") and not self.recompute:
+            raise ValueError(f"offload: {self.offload} needs recompute: true, which keeps nothing else of a layer")
         if (self.router_loss or self.replay_routing) and self.compile:
             raise ValueError("router_loss and replay_routing need compile: false")
         if (self.schedule == "wsd") != (self.decay_steps is not None):

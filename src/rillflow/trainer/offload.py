@@ -1,4 +1,6 @@
-"""Offloads the memory of an optimizer while its worker samples.
+"""Offloads what a device does not need for a while: the optimizer's state while a worker samples
+(`OffloadingGenerator`), and with `trainer.offload` the moments between updates (`Moments`) and the inputs of layers
+between forward and backward (`offloaded_input`).
 
 State on a GPU goes to host memory. State on a CPU goes to a memory-mapped file of which no page stays resident; the
 operating system keeps pages only while the memory is free. The file has no name, so a kill leaves nothing.
@@ -12,20 +14,36 @@ import ctypes
 import mmap
 import os
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
+from torch.autograd.graph import saved_tensors_hooks
 
 from rillflow.contracts import Generator
+from rillflow.errors import ConfigError
 from rillflow.storage import disk_errors
 
 if TYPE_CHECKING:
+    from rillflow.config import TrainerConfig
     from rillflow.contracts import Tensors
     from rillflow.types import Probe
 
 _ALIGNED = 64
+
+
+def check_offload(config: TrainerConfig, device: torch.device) -> None:
+    """Refuse `trainer.offload` where everything is in host memory anyway."""
+    if config.offload != "none" and device.type == "cpu":
+        raise ConfigError(
+            f"trainer.offload: {config.offload} moves memory from a GPU to its host, and the trainer runs on the CPU",
+            "remove it, or set trainer.device: cuda",
+        )
+
+
+# ---------------------------------------------------------------- while a worker samples
 
 
 class HasState(Protocol):
@@ -87,6 +105,15 @@ class Offload:
         if self._file is not None:
             _trim()
 
+    def values(self) -> Mapping[int, torch.Tensor]:
+        """Return the values of the offloaded tensors, by `id`."""
+        return {id(tensor): values for tensor, values in self._kept}
+
+    def drop(self) -> None:
+        """Forget the offloaded values, whose tensors are no longer used."""
+        self._kept.clear()
+        self._pinned.clear()
+
     def restore(self) -> None:
         for tensor, values in self._kept:
             # A copy: a mapped tensor would be read from the file again and again.
@@ -124,6 +151,70 @@ class Offload:
             at += _padded(tensor.nbytes)
         self._file.release()
         return moved
+
+
+# ---------------------------------------------------------------- trainer.offload
+
+
+class Moments:
+    """Keeps the moments of update rules off the device. Those of one rule are there during its step."""
+
+    def __init__(
+        self,
+        rules: Sequence[torch.optim.Optimizer],
+        moments_of: Callable[[torch.optim.Optimizer], list[torch.Tensor]],
+        folder: Path | None = None,
+    ) -> None:
+        folder = folder or Path(tempfile.gettempdir())
+        self._of = {id(rule): Offload(lambda rule=rule: moments_of(rule), folder) for rule in rules}  # type: ignore[misc]
+
+    @contextmanager
+    def here(self, rule: torch.optim.Optimizer) -> Iterator[None]:
+        offload = self._of[id(rule)]
+        offload.restore()
+        try:
+            yield
+        finally:
+            offload.put()
+
+    def replaced(self, rule: torch.optim.Optimizer) -> None:
+        """Put away the moments that a rule has loaded in place of its own."""
+        offload = self._of[id(rule)]
+        offload.drop()
+        offload.put()
+
+    def values(self) -> dict[int, torch.Tensor]:
+        """Return the values of all moments that are away, by the `id` of their tensor."""
+        return {key: values for offload in self._of.values() for key, values in offload.values().items()}
+
+
+def offloaded_input(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a layer's forward that saves its input, the hidden states, in host memory until backward. Layers that are
+    recomputed save little else."""
+
+    def run(hidden: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        saved = hidden.untyped_storage().data_ptr()
+
+        def pack(tensor: torch.Tensor) -> Any:
+            if tensor.untyped_storage().data_ptr() != saved:
+                return tensor
+            host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
+            return tensor.device, host.copy_(tensor, non_blocking=True)
+
+        def unpack(packed: Any) -> torch.Tensor:
+            if isinstance(packed, torch.Tensor):
+                return packed
+            device, host = packed
+            back: torch.Tensor = host.to(device, non_blocking=True)
+            return back
+
+        with saved_tensors_hooks(pack, unpack):
+            return forward(hidden, *args, **kwargs)
+
+    return run
+
+
+# ---------------------------------------------------------------- files
 
 
 class _MappedFile:

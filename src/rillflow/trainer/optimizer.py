@@ -16,6 +16,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -24,6 +25,7 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from rillflow.errors import CheckpointError, ConfigError
 from rillflow.trainer import lora
+from rillflow.trainer.offload import Moments
 from rillflow.trainer.parallel.sharding import Shards, decoder_layers, shards_of, whole
 
 if TYPE_CHECKING:
@@ -38,6 +40,7 @@ log = logging.getLogger(__name__)
 
 STEP = "step"  # the number of a parameter's updates, among its moments
 _SIGNED = "exp_avg"  # the moment of AdamW that has a sign
+_PART = 1 << 28  # most weights that an offloaded rule updates at once: 2 GB of moments
 
 
 class Optimizer:
@@ -53,6 +56,7 @@ class Optimizer:
         lower = torch.bfloat16 if config.dtype == "bf16" and config.lora is None else None
         self._masters = {name: _master(parameter, lower) for name, parameter in self._parameters.items()}
         self._rules = make_rules(config, model, self._masters)
+        self._away = Moments(self._rules, self._moments_in) if config.offloads("optimizer") else None
 
     # ------------------------------------------------------------ gradients and updates
 
@@ -75,7 +79,8 @@ class Optimizer:
         if applied:
             clip_grads_with_norm_(self._masters.values(), self._config.max_grad_norm, norm)
             for rule in self._rules:
-                rule.step()
+                with self._away.here(rule) if self._away is not None else nullcontext():
+                    rule.step()
             self._lower()
         else:
             log.warning("step %d is skipped: its gradients are missing or not finite", self.steps + 1)
@@ -157,8 +162,11 @@ class Optimizer:
 
     def moments(self) -> dict[str, torch.Tensor]:
         """Return the rules' state, by `moment/parameter`, sharded as the parameter is; empty before the first step."""
+        away = self._away.values() if self._away is not None else {}
         return {
-            f"{moment}/{name}": tensor if moment == STEP else _like(tensor, self._parameters[name])
+            f"{moment}/{name}": tensor
+            if moment == STEP
+            else _like(away.get(id(tensor), tensor), self._parameters[name])
             for name, master in self._masters.items()
             for moment, tensor in flat_state(self._moments_of(master))
         }
@@ -177,18 +185,20 @@ class Optimizer:
         self._lower()
         for rule in self._rules:
             rule.load_state_dict(self._rule_state(rule, moments))
+            if self._away is not None:
+                self._away.replaced(rule)
         self.steps = steps
 
     def idle(self) -> list[torch.Tensor]:
-        """Return the tensors that only an update needs: the moments, and masters that are not the model's
-        parameters."""
-        moments = [
-            tensor
-            for master in self._masters.values()
-            for moment, tensor in flat_state(self._moments_of(master))
-            if moment != STEP
-        ]
+        """Return the tensors that only an update needs: the moments, unless they are away anyway, and masters that are
+        not the model's parameters."""
+        moments = [moment for rule in self._rules for moment in self._moments_in(rule)] if self._away is None else []
         return moments + [master for parameter, master in self._pairs() if parameter.dtype != master.dtype]
+
+    def _moments_in(self, rule: torch.optim.Optimizer) -> list[torch.Tensor]:
+        """Return the moments of a rule but the numbers of updates."""
+        states = [rule.state[master] for master in self._masters.values() if master in rule.state]
+        return [tensor for state in states for moment, tensor in flat_state(state) if moment != STEP]
 
     def _moments_of(self, master: torch.Tensor) -> dict[str, torch.Tensor]:
         return next((rule.state[master] for rule in self._rules if master in rule.state), {})
@@ -266,19 +276,31 @@ def _like(shard: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
 def make_rules(
     config: TrainerConfig, model: PreTrainedModel, masters: Mapping[str, torch.Tensor]
 ) -> list[torch.optim.Optimizer]:
-    """Return the rules that together update all `masters`, which have the names of the model's parameters."""
+    """Return the rules that together update all `masters`, which have the names of the model's parameters. With
+    offloaded moments each has a part of them, so that only the moments of this part are on the device at once."""
+    most = _PART if config.offloads("optimizer") else None
     if config.optimizer == "adamw_8bit":
-        return [_adamw_8bit()(list(masters.values()), **_adamw_options(config))]
+        return [_adamw_8bit()(part, **_adamw_options(config)) for part in _parts(list(masters.values()), most)]
     matrices = _matrices(model) if config.optimizer == "muon" else set()
     by_muon = [master for name, master in masters.items() if name in matrices]
     rest = [master for name, master in masters.items() if name not in matrices]
-    rules: list[torch.optim.Optimizer] = []
-    if by_muon:
-        options: Any = {"lr": config.lr, "weight_decay": config.weight_decay, "adjust_lr_fn": "match_rms_adamw"}
-        rules.append(torch.optim.Muon(by_muon, **options))
-    if rest:
-        rules.append(torch.optim.AdamW(rest, fused=True, **_adamw_options(config)))
+    options: Any = {"lr": config.lr, "weight_decay": config.weight_decay, "adjust_lr_fn": "match_rms_adamw"}
+    rules: list[torch.optim.Optimizer] = [torch.optim.Muon(part, **options) for part in _parts(by_muon, most)]
+    rules += [torch.optim.AdamW(part, fused=True, **_adamw_options(config)) for part in _parts(rest, most)]
     return rules
+
+
+def _parts(masters: list[torch.Tensor], most: int | None) -> list[list[torch.Tensor]]:
+    """Return the masters in parts of at most so many weights, or of one larger tensor."""
+    parts: list[list[torch.Tensor]] = []
+    size = 0
+    for master in masters:
+        size += master.numel()
+        if not parts or (most is not None and size > most):
+            parts.append([])
+            size = master.numel()
+        parts[-1].append(master)
+    return parts
 
 
 def _adamw_options(config: TrainerConfig) -> dict[str, Any]:

@@ -23,6 +23,7 @@ from rillflow.trainer.forward import PolicyForward, ScalarForward
 from rillflow.trainer.graph.builtin import Mode, chain_of
 from rillflow.trainer.graph.worker import Worker
 from rillflow.trainer.learner import Learner
+from rillflow.trainer.offload import check_offload, offloaded_input
 from rillflow.trainer.optimizer import Optimizer
 from rillflow.trainer.parallel import Peers
 from rillflow.trainer.parallel.context import Context
@@ -82,21 +83,26 @@ def prepared(model: PreTrainedModel, config: TrainerConfig) -> PreTrainedModel:
 
     Layer by layer, so the code compiled for one serves all, and only one layer's activations exist at a time.
     """
+    away = config.offloads("activations")
     for layer in decoder_layers(model) if config.compile or config.recompute else ():
-        forward = _recomputed(layer.forward) if config.recompute else layer.forward
+        forward = _recomputed(layer.forward, keep=not away) if config.recompute else layer.forward
         # Packs differ in length: with fixed shapes every new length would be compiled again.
-        layer.forward = torch.compile(forward, dynamic=True) if config.compile else forward
+        forward = torch.compile(forward, dynamic=True) if config.compile else forward
+        layer.forward = offloaded_input(forward) if away else forward
     return model
 
 
-def _recomputed(forward: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a layer's forward whose activations are computed again in backward, all but the result of attention: it
-    is as small as a hidden state, and with long rows it takes most of the time."""
+def _recomputed(forward: Callable[..., Any], *, keep: bool) -> Callable[..., Any]:
+    """Return a layer's forward whose activations are computed again in backward. With `keep` the result of attention is
+    not: it is as small as a hidden state, and with long rows it takes most of the time."""
 
     def run(*args: Any, **kwargs: Any) -> Any:
         return checkpoint(forward, *args, use_reentrant=False, context_fn=_keeping_attention, **kwargs)
 
-    return run
+    def run_whole(*args: Any, **kwargs: Any) -> Any:
+        return checkpoint(forward, *args, use_reentrant=False, **kwargs)
+
+    return run if keep else run_whole
 
 
 def _keeping_attention() -> Any:
@@ -118,6 +124,7 @@ class Roles:
         self._device = device
         self._seed = seed
         self._in_order = in_order
+        check_offload(self._config, device)
         self._context = Context.of(self._config, peers)
         self._policy = self._sharded_policy() or policy_model(settings, self._loaded_on, seed)
         _check_rotary(self._policy.config, settings.engine.context)

@@ -10,9 +10,14 @@ import torch
 from test_optimizer import accumulate, config, quiet_bf16, same, stepped
 from trainer_helpers import small_model
 
-from rillflow.trainer.offload import Offload, OffloadingGenerator
+from rillflow.config import TrainerConfig
+from rillflow.errors import ConfigError
+from rillflow.trainer import offload as offload_module
+from rillflow.trainer import optimizer as optimizer_module
+from rillflow.trainer.offload import Offload, OffloadingGenerator, check_offload
 from rillflow.trainer.optimizer import Optimizer
 from rillflow.trainer.parallel import Alone
+from rillflow.trainer.roles import prepared
 
 
 class Generator:
@@ -89,6 +94,75 @@ def test_nothing_trains_nothing_is_set_aside(tmp_path: Path) -> None:
     aside.put()
     assert aside.bytes == 0
     aside.restore()
+
+
+@quiet_bf16
+@pytest.mark.parametrize(
+    "settings", [{}, {"dtype": "bf16"}, {"optimizer": "muon"}, {"optimizer": "adamw_8bit"}], ids=str
+)
+def test_moments_are_away_between_updates_and_nothing_is_changed(
+    settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(optimizer_module, "_PART", 600)  # several rules
+    mine, other = stepped(4, offload="optimizer", **settings), stepped(4, **settings)
+    assert len(mine._rules) > len(other._rules)
+    assert sum(moment.nbytes for rule in mine._rules for moment in mine._moments_in(rule)) == 0
+    assert same(mine, other)
+    fresh = Optimizer(small_model(), config(offload="optimizer", **settings), Alone())
+    fresh.restore(mine.masters(), mine.moments(), mine.steps)
+    assert sum(moment.nbytes for rule in fresh._rules for moment in fresh._moments_in(rule)) == 0
+    assert same(fresh, other)
+    fresh.zero()
+    accumulate(fresh._model, 9)
+    fresh.update(1.0)
+    other.zero()
+    accumulate(other._model, 9)
+    other.update(1.0)
+    assert same(fresh, other)
+
+
+def test_there_is_nothing_to_offload_on_a_cpu() -> None:
+    with pytest.raises(ConfigError, match=r"trainer.offload: both .* runs on the CPU"):
+        check_offload(TrainerConfig(offload="both", recompute=True), torch.device("cpu"))
+    check_offload(TrainerConfig(), torch.device("cpu"))
+    check_offload(TrainerConfig(offload="optimizer"), torch.device("cuda"))
+
+
+def test_inputs_need_layers_that_are_recomputed() -> None:
+    with pytest.raises(ValueError, match="offload: activations needs recompute"):
+        TrainerConfig(offload="activations")
+    with pytest.raises(ValueError, match="backend: accelerate has no offload"):
+        TrainerConfig(offload="optimizer", backend="accelerate")
+
+
+@pytest.mark.filterwarnings("ignore")  # of the compiler's own
+@pytest.mark.parametrize("compile_", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_inputs_of_layers_come_back_exactly(monkeypatch: pytest.MonkeyPatch, *, compile_: bool) -> None:
+    def gradients(**settings: Any) -> list[torch.Tensor]:
+        model = prepared(small_model(), TrainerConfig(recompute=True, compile=compile_, **settings))
+        accumulate(model, 3)
+        return [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+
+    moved: list[tuple[int, ...]] = []
+
+    class Counting:
+        """torch, as the module under test alone sees it."""
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(torch, name)
+
+        def empty(self, shape: tuple[int, ...], **options: Any) -> torch.Tensor:
+            moved.append(tuple(shape))
+            return torch.empty(shape, **options)
+
+    there = gradients()
+    monkeypatch.setattr(offload_module, "torch", Counting())
+    away = gradients(offload="activations")
+    assert len(away) == len(there) > 0
+    assert all(torch.equal(one, other) for one, other in zip(away, there, strict=True))
+    layers = small_model().config.num_hidden_layers
+    assert len(moved) == layers
+    assert len(set(moved)) == 1
 
 
 @pytest.mark.needs("cuda")

@@ -41,6 +41,7 @@ from rillflow.trainer.forward import PolicyForward, ScalarForward
 from rillflow.trainer.graph.planner import plan
 from rillflow.trainer.graph.worker import Worker
 from rillflow.trainer.learner import Learner
+from rillflow.trainer.offload import check_offload
 from rillflow.trainer.optimizer import Optimizer
 from rillflow.trainer.parallel import Alone, Peers, Stopped
 from rillflow.trainer.parallel.context import Context, in_teams
@@ -185,6 +186,7 @@ class Trained:
 
 def assemble(recipe: FitRecipe, peers: Peers, device: torch.device) -> Trained:
     config = recipe.trainer
+    check_offload(config, device)
     # Only the shards of a sharded model reach the device.
     loaded_on = torch.device("cpu") if config.sharding == "fsdp" and peers.size > 1 else device
     model, role = _model(recipe, loaded_on)
