@@ -157,7 +157,7 @@ class Offload:
 
 
 class Moments:
-    """Keeps the moments of update rules off the device. Those of one rule are there during its step."""
+    """Keeps moments off the device. Only during the step of a rule are its own moments there."""
 
     def __init__(
         self,

@@ -291,7 +291,7 @@ def make_rules(
 
 
 def _parts(masters: list[torch.Tensor], most: int | None) -> list[list[torch.Tensor]]:
-    """Return the masters in parts of at most so many weights, or of one larger tensor."""
+    """Return the masters in parts. A part has at most `most` weights, or is one larger tensor."""
     parts: list[list[torch.Tensor]] = []
     size = 0
     for master in masters:
