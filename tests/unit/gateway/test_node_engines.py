@@ -64,7 +64,10 @@ async def test_own_engines_follow_the_weight_store(tmp_path: Path) -> None:
     await engines.close()
 
 
-async def test_own_engines_are_patched_in_turn_and_tell_what_it_took(tmp_path: Path) -> None:
+@pytest.mark.parametrize("staggered", [True, False])
+async def test_own_engines_are_patched_in_turn_if_asked_to_and_tell_what_it_took(
+    tmp_path: Path, *, staggered: bool
+) -> None:
     model = load_policy_model("tiny", "fp32", torch.device("cpu"))
     tensors = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     store = FolderStore(tmp_path / "weights" / "p", deltas=True)
@@ -75,7 +78,10 @@ async def test_own_engines_are_patched_in_turn_and_tell_what_it_took(tmp_path: P
         asked.append(ask)
         return TurnReply(granted=True)
 
-    engines = node_engines(recipe(tmp_path), name="node", token=TOKEN, weights=tmp_path / "weights", turn=turn)
+    played = recipe(tmp_path)
+    rollout = played.rollout.model_copy(update={"staggered": staggered})
+    played = played.model_copy(update={"rollout": rollout})
+    engines = node_engines(played, name="node", token=TOKEN, weights=tmp_path / "weights", turn=turn)
     await engines.start()
     assert asked == []
     for version in (1, 2):
@@ -88,7 +94,8 @@ async def test_own_engines_are_patched_in_turn_and_tell_what_it_took(tmp_path: P
     assert stats["p.pull_bytes"] == entries[1].delta_bytes + entries[2].delta_bytes
     assert 0 < stats["p.pause_seconds"] <= stats["p.load_seconds"]
     assert stats["p.pull_seconds"] > 0
-    assert [(ask.policy, ask.engine, ask.done) for ask in asked] == [("p", "node", False), ("p", "node", True)] * 2
+    turns = [("p", "node", False), ("p", "node", True)] * 2
+    assert [(ask.policy, ask.engine, ask.done) for ask in asked] == (turns if staggered else [])
     await engines.close()
 
 
