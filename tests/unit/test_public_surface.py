@@ -1,7 +1,7 @@
 """What users build on does not change by accident: names, fields of wire structs, recipe keys, commands.
 
-After a change that is meant: `PYTHONPATH=. python tests/unit/test_public_surface.py` writes the new surface; mention it in the
-CHANGELOG.
+After a change that is meant: `PYTHONPATH=. python tests/unit/test_public_surface.py` writes the new surface; mention it
+in the CHANGELOG.
 """
 
 from __future__ import annotations
