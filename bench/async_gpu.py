@@ -74,6 +74,7 @@ def recipe(arguments: argparse.Namespace, model: str) -> dict[str, Any]:
         by_workers = False if arguments.decode == "host" else None
         server = {"python": arguments.python, "memory": 0.25, "arguments": arguments.server}
         engine["server"] = {**server, "decodes_deltas": by_workers}
+    engine["on_update"] = arguments.on_update
     questions = "rillflow.examples.addition:prompts"
     return {
         "name": "async_gpu",
@@ -213,6 +214,7 @@ def read_arguments() -> argparse.Namespace:
     made.add_argument("--server", action="append", default=[], help="a further argument of the vLLM server")
     made.add_argument("--trainer", action="append", default=[], metavar="KEY=VALUE", help="a setting of our trainer")
     made.add_argument("--rollout", action="append", default=[], metavar="KEY=VALUE", help="a setting of our nodes")
+    made.add_argument("--on-update", choices=("refill", "keep"), default="refill", help="engine.on_update")
     made.add_argument("--decode", choices=("workers", "host"), default="workers", help="who decodes deltas")
     made.add_argument("--no-trl", action="store_true", help="our side alone")
     made.add_argument("--keep", help="keep what is written in this folder")

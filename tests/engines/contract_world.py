@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from abc import ABC, abstractmethod
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import pytest
 import torch
@@ -38,13 +38,16 @@ class World(ABC):
 
     kind: str
     arguments: ClassVar[list[str]]
+    on_update: ClassVar[Literal["refill", "keep"]] = "refill"
 
     def __init__(self, folder: Path, python: str, *, tied: bool) -> None:
         self.folder = folder
         self.tied = tied
         self.model = build_model(folder / "model", tied=tied, seed=1)
         server = ServerConfig(python=python, arguments=self.arguments, decodes_deltas=True)  # also on a CPU
-        self.settings = EngineConfig(kind=self.kind, slots=32, context=CONTEXT, device="cpu", server=server)
+        self.settings = EngineConfig(
+            kind=self.kind, slots=32, context=CONTEXT, device="cpu", server=server, on_update=self.on_update
+        )
         self.engine: Any = self.make(self.settings)
         self.models = {0: copy.deepcopy(self.model)}
         self.version = 0

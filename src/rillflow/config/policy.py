@@ -83,7 +83,7 @@ class EngineConfig(Section):
     on_update: Literal["refill", "keep"] = Field(
         "refill",
         description="what becomes of the attention cache of running answers when new weights come: computed again "
-        "under them, or kept as it is",
+        "under them, or kept as it is; keep is for kinds embedded and vllm",
     )
     device: str = Field("auto", description="auto, cpu, cuda, cuda:0 …")
     dtype: Literal["fp32", "bf16"] = "fp32"

@@ -106,7 +106,7 @@ def _server_engine(policy: PolicyConfig, *, exact: bool, logs: Path | None, adap
             f"runtime.deterministic does not work with engine.kind {settings.kind}: its draws are not reproducible",
             "use engine.kind embedded",
         )
-    if settings.on_update != "refill":
+    if settings.on_update != "refill" and settings.kind != "vllm":
         raise ConfigError(
             f"engine.on_update {settings.on_update} does not work with engine.kind {settings.kind}",
             "leave it at refill: running answers are computed again under new weights",

@@ -29,8 +29,10 @@ class FakeUpdate(Update):
         self._server.get_ready()
 
     async def apply(self) -> None:
-        assert self._server.running == 0, "weights are changed while tokens are sampled"
+        keeps = self._server.keeps
+        assert keeps or self._server.running == 0, "weights are changed while tokens are sampled"
         self._server.log.append("apply")
+        self._server.holds = self._server.announced
         if self._outcome == "wrong":
             raise Tainted("other weights than published")
         if self._outcome == "unfit":
@@ -56,7 +58,10 @@ class FakeServer(ServerEngine):
         self.running = 0
         self.logprob = -1.0  # of every token of a prompt
         self.raw = [-2.0]  # of every token of an answer
+        self.scored = asyncio.Event()
+        self.scored.set()
         self.updates: list[FakeUpdate] = []
+        self.announced = self.holds = 0  # versions
         self._deaf = deaf
         self._start = start
         self._allowance = 0
@@ -121,9 +126,13 @@ class FakeServer(ServerEngine):
                     await self._turn.wait()
                 self._allowance -= 1
                 last = number == count - 1
-                yield Part([token_at(place + number)], [-1.0], self.raw, "length" if last else None)
+                versions = [self.holds] if self.keeps else []
+                yield Part([token_at(place + number)], [-1.0], self.raw, "length" if last else None, b"", versions)
         finally:
             self.running -= 1
+
+    async def announce(self, version: int) -> None:
+        self.announced = version
 
     async def cut(self) -> None:
         self.log.append("cut")
@@ -138,6 +147,7 @@ class FakeServer(ServerEngine):
     async def scores(self, prompts: Sequence[Sequence[int]], version: int) -> list[list[float]]:
         assert not self._cutting, "the server was told to sample nothing"
         self.log.append("score")
+        await self.scored.wait()
         return [[self.logprob] * (len(prompt) - 1) for prompt in prompts]
 
     async def prepare_load(self, tensors: Any) -> Update:

@@ -90,6 +90,8 @@ def plan_adapters(policy: PolicyConfig, model: ModelFacts) -> AdapterPlan | None
         if lora.targets == "all-linear" or any(_matches(name, target) for target in lora.targets)
     )
     why = _refusal(policy, lora, layers)
+    if not why and policy.engine.on_update == "keep":
+        why = "a request names its adapter once, so engine.on_update keep needs merged weights"
     if not why and asked == "auto" and _on_cpu(policy):
         why = "vLLM's kernels for CPUs sample several times slower with adapters"
     if not why:

@@ -1,9 +1,10 @@
 """An engine that is a server: its life and its weights. `calls` has its answers; an adapter speaks to the server.
 
-Invariants: weights change only while no attempt to sample runs, so every token has the version that sampled it. Weights
-that have not reproduced the probe that came with them hold the engine. A request always ends: with a finish reason, or
-with EngineLost when the server died or does not obey. Such a server is started again, and samples nothing
-before it has weights again. Only requests wait for a server that is down.
+Invariants: every token has the version that sampled it: weights change while no attempt to sample runs, or, with
+`on_update: keep`, the server says the version of each token. Weights that have not reproduced the probe that came with
+them hold the engine; of tokens that were sampled from them meanwhile none is delivered. A request always ends: with a
+finish reason, or with EngineLost when the server died or does not obey. Such a server is started again, and samples
+nothing before it has weights again. Only requests wait for a server that is down.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import asyncio
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from typing import TYPE_CHECKING
 
 from rillflow.config.policy import EngineConfig
@@ -53,6 +54,7 @@ class ServerEngine(ABC):
         self._halted = False  # whether the server was stopped from sampling
         self._asleep = False  # whether it has given its memory back
         self._doubts = False  # whether weights must be proven before they are sampled from
+        self.keeps = settings.on_update == "keep"  # whether answers go on while weights change
         self.turn: Turn = nullcontext
         self._closed = False
         self._supervisor: asyncio.Task[None] | None = None
@@ -98,6 +100,11 @@ class ServerEngine(ABC):
     async def scores(self, prompts: Sequence[Sequence[int]], version: int) -> list[list[float]]:
         """Return the model's own log-probs of each prompt's tokens but the first, by one request to a server that
         samples nothing else. No other request finds it in the prefix cache."""
+
+    async def announce(self, version: int) -> None:
+        """Tell the server which version the next weights are. A server whose answers go on while weights change says
+        the version of each token."""
+        raise EngineError("this server cannot say the versions of tokens", "set engine.on_update: refill")
 
     async def sleep(self) -> bool:
         """Let the server release its memory while nothing is sampled; return whether it did. Few servers can."""
@@ -230,7 +237,8 @@ class ServerEngine(ABC):
     ) -> None:
         began = self._clock.monotonic()
         try:
-            await self._calls.settle()
+            if not self._can_keep:
+                await self._calls.settle()
             settled = self._clock.monotonic()
             async with self._one_at_a_time:
                 check()
@@ -240,7 +248,8 @@ class ServerEngine(ABC):
             before = {"settle": settled - began, "ready": self._clock.monotonic() - settled}
             async with self.turn(), self._one_at_a_time:
                 check()
-                await self._apply(update, version, probe, before)
+                apply = self._apply_beside if self._can_keep else self._apply
+                await apply(update, version, probe, before)
                 self._loads += 1
         finally:
             await update.close()
@@ -258,20 +267,50 @@ class ServerEngine(ABC):
             await self._cut_all("weights")
             self.update_seconds = {**(before or {}), "cut": self._clock.monotonic() - began}
             await self._write(update, version, probe)
-            log.info(
-                "version %d: %s", version, ", ".join(f"{part} {s:.3f} s" for part, s in self.update_seconds.items())
-            )
+            self._log_update(version)
             self._version = version
             self._calls.held.discard(_WEIGHTS)
         finally:
             await self._let_go(_UPDATE)
             self._load_seconds += self._clock.monotonic() - began
 
+    @property
+    def _can_keep(self) -> bool:
+        """Return whether answers may go on while weights change. Those that come as a whole are scored at their end, by
+        the weights of their beginning."""
+        return self.keeps and not (self._calls.held or self._asleep or self._calls.has_whole)
+
+    async def _apply_beside(
+        self, update: Update, version: int, probe: Probe | None, before: Mapping[str, float]
+    ) -> None:
+        """Write weights between two tokens of the running answers, which keep their cached keys and values. What is
+        sampled from the new ones is delivered once they are proven."""
+        self._check_up()
+        began = self._clock.monotonic()
+        self.update_seconds = dict(before)
+        self._calls.doubt(version)
+        try:
+            await self._write(update, version, probe)
+            self._log_update(version)
+            self._version = version
+        finally:
+            if self._version == UNKNOWN:
+                self._calls.reject()
+                with suppress(EngineLost):  # then the supervisor ends all answers
+                    await self._cut_all("weights")
+            self._calls.trust()
+            self._load_seconds += self._clock.monotonic() - began
+
+    def _log_update(self, version: int) -> None:
+        log.info("version %d: %s", version, ", ".join(f"{part} {s:.3f} s" for part, s in self.update_seconds.items()))
+
     async def _write(self, update: Update | None, version: int, probe: Probe | None) -> None:
         """Write and prove. If this ends early, also by a cancelled caller, the version is unknown."""
         try:
             if update is not None:
                 began = self._clock.monotonic()
+                if self.keeps:
+                    await self.announce(version)
                 await update.apply()
                 self.update_seconds |= {"apply": self._clock.monotonic() - began, **update.seconds}
             if probe is not None:

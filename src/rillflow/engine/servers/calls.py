@@ -1,7 +1,8 @@
 """The answers of an engine that is a server: requests wait until nothing holds the engine, and are sampled in attempts.
 
 Invariants: an attempt runs only while no reason holds the engine. An answer that is cut goes on from the ids that it
-has: a token is never delivered twice, and a delivered token is never sampled again.
+has: a token is never delivered twice, and a delivered token is never sampled again. A token of a version that is in
+doubt is delivered only once that version is trusted; if it is rejected, the token is sampled again.
 """
 
 from __future__ import annotations
@@ -9,8 +10,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import aclosing, suppress
+from itertools import groupby
 from typing import NamedTuple
 from weakref import ref
 
@@ -29,13 +31,15 @@ _WHOLE_SECONDS = 30.0  # likewise, where one of them is sampled again from its b
 
 class Part(NamedTuple):
     """Tokens of one attempt. `finish` is None if more will come, and `abort` if the attempt was cut. The last part may
-    have the `experts` of all tokens but the last (`engine.experts`)."""
+    have the `experts` of all tokens but the last (`engine.experts`). `versions` are those of the tokens, where weights
+    may change during an attempt."""
 
     tokens: list[int]
     logprobs: list[float]
     raw_logprobs: list[float]
     finish: FinishReason | None = None
     experts: bytes = b""
+    versions: Sequence[int] = ()
 
 
 def is_scored(sampling: Sampling) -> bool:
@@ -118,6 +122,9 @@ class Calls:
         self._calls: set[Call] = set()
         self._attempts: set[Call] = set()
         self._moved = asyncio.Event()  # an attempt has ended, or had its first token
+        self._doubted: int | None = None  # the version whose tokens wait
+        self._rejected = False
+        self._judged = asyncio.Event()
 
     def __len__(self) -> int:
         return len(self._calls)
@@ -125,6 +132,11 @@ class Calls:
     @property
     def running(self) -> int:
         return len(self._attempts)
+
+    @property
+    def has_whole(self) -> bool:
+        """Return whether an answer is sampled that comes in one part."""
+        return any(call.whole for call in self._attempts)
 
     def begin(self, request: GenerateRequest) -> AsyncIterator[Chunk]:
         call = Call(request, self._context)
@@ -169,6 +181,30 @@ class Calls:
         while self._attempts:
             await self._wait_moved(_CUT_SECONDS)
 
+    # ------------------------------------------------------------ versions in doubt
+
+    def doubt(self, version: int) -> None:
+        """Keep back tokens of this version until it is trusted or rejected."""
+        self._doubted = version
+        self._judged.clear()
+
+    def trust(self) -> None:
+        self._doubted, self._rejected = None, False
+        self._judged.set()
+
+    def reject(self) -> None:
+        """Let attempts end at their first token in doubt. The caller cuts all others, and then calls `trust`."""
+        self._rejected = True
+        self._judged.set()
+
+    async def _accepted(self, part: Part) -> bool:
+        """Return whether a part may be delivered, once that is known."""
+        while self._doubted is not None and self._doubted in part.versions:
+            if self._rejected:
+                return False
+            await self._judged.wait()
+        return True
+
     async def settle(self) -> None:
         """Wait until every answer has had a token of the last weights, some seconds at most. Weights that come faster
         than sequences are computed again would otherwise stop all of them. Answers that are scored have their first
@@ -204,13 +240,16 @@ class Calls:
             self._calls.discard(call)
 
     async def _attempt(self, call: Call) -> bool:
-        """Return whether the answer has ended. All tokens of an attempt have the version at its beginning."""
+        """Return whether the answer has ended. Unless parts say their tokens' versions, all tokens of an attempt have
+        the version at its beginning."""
         version = self._version()
         self._attempts.add(call)
         try:
             attempt = self._sample(call.progress.rest(), version)
             async with asyncio.timeout(None) as call.limit, aclosing(attempt) as parts:
                 async for part in parts:
+                    if not await self._accepted(part):
+                        return False
                     finish = None if part.finish == "abort" else part.finish
                     if part.tokens or finish is not None:
                         self._hand_over(call, part, finish, version)
@@ -229,23 +268,39 @@ class Calls:
 
     def _hand_over(self, call: Call, part: Part, finish: FinishReason | None, version: int) -> None:
         _check(part, version)
-        chunk = Chunk(
-            tokens=part.tokens,
-            logprobs=part.logprobs,
-            raw_logprobs=part.raw_logprobs,
-            version=version,
-            finish=finish,
-            experts=part.experts,
-        )
-        call.push(call.progress.take(chunk))
+        for chunk in _chunks(part, finish, version):
+            call.push(call.progress.take(chunk))
         self.generated += len(part.tokens)
         if call.owed and part.tokens:
             call.owed = False
             self._moved.set()
 
 
+def _chunks(part: Part, finish: FinishReason | None, version: int) -> Iterator[Chunk]:
+    """Yield a chunk for each run of tokens of one version; the last one has what ends the answer."""
+    versions = part.versions or [version] * max(1, len(part.tokens))
+    begin = 0
+    for of, run in groupby(versions):
+        end = begin + sum(1 for _ in run)
+        last = end == len(versions)
+        yield Chunk(
+            tokens=part.tokens[begin:end],
+            logprobs=part.logprobs[begin:end],
+            raw_logprobs=part.raw_logprobs[begin:end],
+            version=of,
+            finish=finish if last else None,
+            experts=part.experts if last else b"",
+        )
+        begin = end
+
+
 def _check(part: Part, version: int) -> None:
     """Raise EngineError unless every token has two finite log-probs."""
+    if part.versions and len(part.versions) != len(part.tokens):
+        raise EngineError(
+            f"the server returned {len(part.tokens)} tokens with {len(part.versions)} versions",
+            "is it a tried release?",
+        )
     if not len(part.tokens) == len(part.logprobs) == len(part.raw_logprobs):
         raise EngineError(
             f"the server returned {len(part.tokens)} tokens with {len(part.logprobs)} log-probs and "

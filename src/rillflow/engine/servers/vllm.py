@@ -10,6 +10,9 @@ where they differ. With a grammar the whole answer is scored as a prompt instead
 and an answer that new weights cut is sampled again from its beginning.
 
 Every request names the adapter of its version, if that is one (`adding`).
+
+With `engine.on_update: keep` weights change under running answers, between two of vLLM's steps. The worker that writes
+them tells its sampler the version, which travels with each token.
 """
 
 from __future__ import annotations
@@ -81,6 +84,7 @@ class VllmEngine(AddingEngine):
         await self._call("rillflow_return_raw_logprobs", deadline=_CONTROL_SECONDS)
         await self._try()
         if self.settings.server.url is not None:  # whatever it served before
+            await self.announce(0)
             await self.put_initial()
             self.begin_with_base()
 
@@ -181,7 +185,7 @@ class VllmEngine(AddingEngine):
             seed=_seed(request) if self.settings.server.seeded else None,
             grammar=None if asked.grammar is None else (asked.grammar.kind, asked.grammar.text),
             scored=is_scored(asked),
-            both=needs_both(asked),
+            both=needs_both(asked) or self.keeps,
             adapter=self.adapter,
         )
         first, chosen = True, _Chosen()
@@ -209,7 +213,7 @@ class VllmEngine(AddingEngine):
                 raw = part.raw if is_scored(asked) or needs_both(asked) else part.logprobs
                 recorded = self._record and finish in ("stop", "length")
                 experts = chosen.packed(self.model.router_layers, len(request.tokens)) if recorded else b""
-                yield Part(part.tokens, drawn, raw, finish, experts)
+                yield Part(part.tokens, drawn, raw, finish, experts, part.versions if self.keeps else [])
                 if finish is not None:
                     return
         finally:
@@ -248,6 +252,9 @@ class VllmEngine(AddingEngine):
     async def rewrite(self, method: str, argument: list[Any]) -> list[Any]:
         answers: list[Any] = await self._call(method, argument, deadline=_WEIGHTS_SECONDS)
         return answers
+
+    async def announce(self, version: int) -> None:
+        await self._call("rillflow_announce", version, deadline=_CONTROL_SECONDS)
 
     async def call_adapters(self, what: str, *arguments: Any) -> Any:
         return await self._call(what, *arguments, deadline=_WEIGHTS_SECONDS)

@@ -35,6 +35,7 @@ from rillflow.engine.servers.process import DTYPE_NAMES, INSIDE, has_tokenizer, 
 from rillflow.engine.servers.weights import ModelFacts
 from rillflow.errors import ConfigError, EngineError, EngineLost
 from rillflow.weights.models import pick_device
+from rillflow.weights.probe import PROMPTS
 
 _OPEN_SECONDS = 30.0
 _CLOSE_SECONDS = 1.0
@@ -66,6 +67,8 @@ def command(
     cpu = pick_device(settings.device).type == "cpu"
     invariant = server.seeded and not cpu
     slots = settings.slots * (1 if adapters is None else adapters.policies)
+    if settings.on_update == "keep":
+        slots += PROMPTS  # a probe is computed beside the answers
     slots = min(slots, _INVARIANT_BELOW - 1) if invariant else slots
     return [
         server.python,

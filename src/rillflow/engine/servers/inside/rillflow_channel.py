@@ -32,7 +32,7 @@ _EXPERT_BYTES = 8 << 20  # most recorded experts in one part, and in one frame
 
 class Ask(msgspec.Struct, array_like=True, tag="ask"):
     """Sample after `tokens`. The log-probs are of the distribution that is sampled from; with `both` also of the
-    model's own, which `rillflow_logprobs` computes in the same step.
+    model's own, which `rillflow_logprobs` computes in the same step; then parts tell the version of each token, too.
 
     With an `adapter`, its number in the server, that is added to the weights.
 
@@ -85,6 +85,7 @@ class Part(msgspec.Struct, array_like=True, tag="part"):
     error: str = ""
     cached: int = 0
     raw: list[float] = []
+    versions: list[int] = []
     experts: bytes = b""
     shape: tuple[int, int] = (0, 0)
 
@@ -225,8 +226,9 @@ class _Connection:
                 for piece in _experts(ask.id, chosen):
                     yield piece
             tokens = list(part.token_ids)
-            logprobs, raw = _logprobs(part.logprobs, len(tokens), both=ask.both) if tokens else ([], [])
-            yield Part(ask.id, tokens, logprobs, part.finish_reason or "", "", output.num_cached_tokens or 0, raw)
+            logprobs, raw, versions = _logprobs(part.logprobs, len(tokens), both=ask.both) if tokens else ([], [], [])
+            cached = output.num_cached_tokens or 0
+            yield Part(ask.id, tokens, logprobs, part.finish_reason or "", "", cached, raw, versions)
 
     async def _whole(self, ask: Ask) -> Part:
         """All of an answer, or an abort: once new weights have cut it nothing can be scored, and vLLM cannot go on with
@@ -370,14 +372,15 @@ def _frames(messages: list[Part | Reply]) -> Iterator[list[Part | Reply]]:
     yield frame
 
 
-def _logprobs(found: Any, tokens: int, *, both: bool) -> tuple[list[float], list[float]]:
-    """Return the log-probs of the drawn tokens, and the model's own if `both` were asked for: those are in the place of
-    a top token, with an id below 0 (`rillflow_logprobs`)."""
+def _logprobs(found: Any, tokens: int, *, both: bool) -> tuple[list[float], list[float], list[int]]:
+    """Return the log-probs of the drawn tokens, and if `both` were asked for the model's own and the tokens' versions:
+    those are in the place of a top token, with an id below 0 (`rillflow_logprobs`)."""
     if not both:
-        return found.logprobs[:tokens], []
-    if any(token >= 0 for token in found.token_ids[1 : 2 * tokens : 2]):
+        return found.logprobs[:tokens], [], []
+    marks = found.token_ids[1 : 2 * tokens : 2]
+    if any(mark >= 0 for mark in marks):
         raise ValueError(
             "vLLM did not compute the model's own log-probs: with speculative decoding only temperatures 0 and 1 "
-            "without top_p and top_k are supported"
+            "without top_p and top_k are supported, and only engine.on_update refill"
         )
-    return found.logprobs[: 2 * tokens : 2], found.logprobs[1 : 2 * tokens : 2]
+    return found.logprobs[: 2 * tokens : 2], found.logprobs[1 : 2 * tokens : 2], [-1 - mark for mark in marks]

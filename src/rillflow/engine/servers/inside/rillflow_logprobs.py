@@ -1,9 +1,9 @@
 """Two log-probs of each token, inside vLLM and SGLang: of the distribution that it was drawn from, and of the model's
-own.
+own. In vLLM also the version of the weights that each token was drawn with.
 
 Both servers return one kind only. A request that needs both asks for the log-prob of one top token. The server's
 sampler is wrapped here, and the wrapper writes the drawn token's log-prob under the model's own distribution in that
-place, with the token id -1. A value with the id of a token was not written here (speculative decoding samples
+place, with the token id -1 - version. A value with the id of a token was not written here (speculative decoding samples
 elsewhere), so the reader refuses it.
 
 Invariants: the wrapper changes no drawn token and no other value. A step in which no request asks for a top token
@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-_WRITTEN_HERE = -1
+_WRITTEN_HERE = -1  # the id at version 0
 _SGLANG_SAMPLE = "sglang.srt.layers.sampler.Sampler.forward"
 
 
@@ -36,7 +36,10 @@ def _kept(logits_RV: torch.Tensor) -> torch.Tensor:
 
 
 class VllmSampler:
-    """The sampler of one of vLLM's two model runners, which also returns raw log-probs."""
+    """The sampler of one of vLLM's two model runners, which also returns raw log-probs, and the `version` of the
+    weights: whoever writes weights between two steps sets it."""
+
+    version = 0
 
     def __init__(self, sampler: Any) -> None:
         if sampler.logprobs_mode != "processed_logprobs":
@@ -54,7 +57,7 @@ class VllmSampler:
         output = self._sampler(logits, *rest, **named)
         found = output.logprobs_tensors
         found.logprobs[:, 1] = raw_logprobs(kept_RV, output.sampled_token_ids[:, 0])
-        found.logprob_token_ids[:, 1] = _WRITTEN_HERE
+        found.logprob_token_ids[:, 1] = _WRITTEN_HERE - self.version
         return output
 
     def _top_tokens(self, batch: Any) -> int | None:

@@ -44,6 +44,7 @@ class RillflowWorker:
     """Joined to vLLM's worker class; its methods are called through `collective_rpc` with plain arguments."""
 
     rillflow_ahead: _Ahead | None = None
+    rillflow_announced = 0
 
     def rillflow_layout(
         self, shapes: dict[str, list[int]], dtype: str, pieces: dict[str, list[Any]] | None = None
@@ -90,6 +91,10 @@ class RillflowWorker:
         if runner.sampler is not None and not isinstance(runner.sampler, _logprobs.VllmSampler):
             runner.sampler = _logprobs.VllmSampler(runner.sampler)
 
+    def rillflow_announce(self, version: int) -> None:
+        """The next weights that are written are of this version."""
+        self.rillflow_announced = version
+
     def rillflow_load(self, paths: list[str]) -> dict[str, Any]:
         """Take over whole tensors from safetensors files. Like every change of weights it answers what is `held`
         afterwards (`rillflow_fingerprints` of the changed tensors), and the `seconds` of each part."""
@@ -110,6 +115,7 @@ class RillflowWorker:
             if unknown:
                 raise ValueError(f"{unknown[0]} is not in the layout")
             began = time.perf_counter()
+            self._rillflow_begin_version()
             ahead, self.rillflow_ahead = self.rillflow_ahead, None
             changes = ahead.changes() if ahead is not None and ahead.steps == steps else None
             if changes is not None:
@@ -146,10 +152,17 @@ class RillflowWorker:
         for entry in entries:
             self._rillflow_check(entry, entries)
         began = time.perf_counter()
+        self._rillflow_begin_version()
         self.rillflow_ahead = None  # it was decoded from weights that are no more
         write(entries)
         names = list(dict.fromkeys(entry.rpartition(":")[0] or entry for entry in entries))
         return self._rillflow_read_back(names, "write", began)
+
+    def _rillflow_begin_version(self) -> None:
+        """Mark the tokens from here on with the announced version: no step runs before this call has ended."""
+        sampler = getattr(self.model_runner, "sampler", None)  # type: ignore[attr-defined]
+        if isinstance(sampler, _logprobs.VllmSampler):
+            sampler.version = self.rillflow_announced
 
     def _rillflow_read_back(self, names: list[str], what: str, began: float) -> dict[str, Any]:
         if torch.cuda.is_available():
