@@ -1,7 +1,7 @@
 """What asynchrony costs: held-out reward against samples and against seconds, by staleness and by loss.
 
     python -m bench.staleness [--seeds 0 1 2] [--arms NAME …] [--steps 40] [--jobs 1] [--keep FOLDER] [--seconds N]
-                              [--join FILE] [--quick] [--json FILE] [--plot FILE]
+                              [--join FILE] [--redis URL] [--quick] [--json FILE] [--plot FILE]
 
 Real runs of `recipes/stockroom.yaml` from the shipped tiny policy. Every arm makes as many optimizer steps of 128
 samples each and is evaluated on the same held-out prompts:
@@ -9,7 +9,9 @@ samples each and is evaluated on the same held-out prompts:
 on-policy             a batch is sampled, then trained on (one loss: with ratios of 1 they have the same gradient)
 one step off          nodes sample a batch while the one before is trained on, then wait for its weights
 staleness N           samples may be 1, 2, 4 or 8 versions old; GRPO, decoupled PPO, TIS and M2PO
+half lr               staleness 4 with half the learning rate: is it the size of the steps?
 staggered             staleness 4 and GRPO with four engines, of which at most two change their weights at once
+Redis, four units     staleness 2 and GRPO with other storage; with --redis URL
 PPO                   a critic, on-policy and at staleness 2 and 8
 
 The trainer's step is emulated in one respect: it sleeps for `--pace` seconds (`bench.staleness_work`), as if it had a
@@ -39,7 +41,7 @@ from rillflow.dataflow.audit import audit
 from rillflow.observe.metrics import read_metrics
 
 BATCH = 128  # samples of a step
-ON_POLICY = "on-policy"
+ON_POLICY, REDIS = "on-policy", "staleness 2, GRPO, Redis"
 LEVELS, WINDOW = (0.8, 0.9), 5  # training rewards to reach, and steps over which they are averaged
 REPEATS = 2
 _WORK = Path(__file__).with_name("staleness_work.py")
@@ -71,6 +73,10 @@ def _arms() -> dict[str, Setting]:
     for staleness in (1, 2, 4, 8):
         for loss, changes in LOSSES.items():
             found[f"staleness {staleness}, {loss}"] = Setting(loss, staleness, changes)
+    for loss, changes in LOSSES.items():
+        found[f"staleness 4, {loss}, half lr"] = Setting(loss, 4, (*changes, "trainer.lr=2.5e-4"))
+    found["staleness 2, GRPO, four units"] = Setting("GRPO", 2, (*grpo, "dataflow.units={count: 4}"))
+    found[REDIS] = Setting("GRPO", 2, grpo)
     found["staleness 4, GRPO, staggered"] = Setting("GRPO", 4, (*grpo, *four))
     for staleness in (0, 2, 8):
         found[f"staleness {staleness}, PPO"] = Setting("PPO", staleness, recipe="ppo")
@@ -120,8 +126,9 @@ class Curve:
 
 
 class Bench:
-    def __init__(self, runs: Runs, *, steps: int, pace: float, prompts: int) -> None:
+    def __init__(self, runs: Runs, *, steps: int, pace: float, prompts: int, redis: str | None = None) -> None:
         self._runs = runs
+        self._redis = redis
         self._steps = steps
         self._pace = pace
         self._prompts = prompts
@@ -140,7 +147,8 @@ class Bench:
                  "runtime.threads=1", f"evaluation.every={max(1, self._steps // 4)}",
                  f"evaluation.repeats={REPEATS}", f"data.heldout.arguments.count={self._prompts}",
                  "observe.plot=false"]  # fmt: skip
-        return ["run", setting.recipe, *given, *setting.changes]
+        storage = [f"dataflow.units={{kind: redis, redis: {self._redis!r}}}"] if name == REDIS else []
+        return ["run", setting.recipe, *given, *setting.changes, *storage]
 
 
 def read(run: Path, seed: int) -> Curve:
@@ -282,10 +290,12 @@ def main() -> None:
     arguments.add_argument("--jobs", type=int, default=1, help="runs at once")
     arguments.add_argument("--keep", type=Path, help="folder in which the runs stay")
     arguments.add_argument("--seconds", type=float, default=math.inf, help="stop then and report what is finished")
+    arguments.add_argument("--redis", help=f"URL of a server, for the arm {REDIS!r}, which is left out otherwise")
     arguments.add_argument("--plot", type=Path, help="write the curves as a picture")
     given = arguments.parse_args()
     seeds = given.seeds or ([0] if given.quick else [0, 1, 2])
     names = given.arms or (list(FEW) if given.quick else list(ARMS))
+    names = [name for name in names if given.redis or name != REDIS]
     with tempfile.TemporaryDirectory() as temporary:
         folder = (given.keep or Path(temporary)).resolve()
         folder.mkdir(parents=True, exist_ok=True)
@@ -294,6 +304,7 @@ def main() -> None:
             steps=given.steps or (8 if given.quick else 40),
             pace=given.pace,
             prompts=32 if given.quick else 128,
+            redis=given.redis,
         )
         # Seed by seed, so that a time limit leaves whole seeds and not whole arms.
         work = [(name, partial(bench.curve, name, seed)) for seed in seeds for name in names]

@@ -19,12 +19,14 @@ def _curve(rewards: list[float], seed: int = 0) -> Curve:
 
 @pytest.mark.parametrize("name", ARMS)
 def test_every_arm_trains_on_as_many_samples(name: str, tmp_path: Path) -> None:
-    bench = staleness.Bench(Runs(tmp_path, 1), steps=40, pace=1.0, prompts=128)
+    url = "redis://127.0.0.1:6380/0"
+    bench = staleness.Bench(Runs(tmp_path, 1), steps=40, pace=1.0, prompts=128, redis=url)
     _, recipe_name, *overrides = bench.command(name, 3)
     recipe = load_recipe(recipe_name, overrides)
     trainer = recipe.policies["agent"].trainer
     assert trainer.batch_groups * recipe.dataflow.group_size == BATCH
     assert recipe.dataflow.filters == []
+    assert (recipe.dataflow.units.redis == url) == (name == staleness.REDIS)
     assert (recipe.seed, recipe.dataflow.staleness) == (3, ARMS[name].staleness)
     assert recipe.rollout.nodes * recipe.rollout.episodes == 64
 
