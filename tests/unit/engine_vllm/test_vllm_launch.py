@@ -15,12 +15,14 @@ from rillflow.config import PolicyConfig, TrainerConfig
 from rillflow.config.policy import EngineConfig, ServerConfig
 from rillflow.engine.build import build_engine
 from rillflow.engine.servers import vllm_server as server
+from rillflow.engine.servers.adapters import plan_adapters
 from rillflow.engine.servers.inside.rillflow_channel import SHUT, TOKEN
 from rillflow.engine.servers.process import ServerProcess
 from rillflow.engine.servers.vllm import VllmEngine, _seed
 from rillflow.engine.servers.weights import model_facts
 from rillflow.errors import ConfigError, EngineError, EngineLost
 from rillflow.types import GenerateRequest, Sampling
+from rillflow.weights.probe import PROMPTS
 
 
 def settings(**server: object) -> EngineConfig:
@@ -69,7 +71,28 @@ def test_what_servers_cannot_do_is_refused() -> None:
     with pytest.raises(ConfigError, match="deterministic"):
         build_engine(plain, exact=True)
     with pytest.raises(ConfigError, match="on_update"):
-        build_engine(plain.model_copy(update={"engine": EngineConfig(kind="vllm", on_update="keep")}), exact=False)
+        build_engine(plain.model_copy(update={"engine": EngineConfig(kind="sglang", on_update="keep")}), exact=False)
+
+
+def test_probes_have_room_beside_answers_that_go_on() -> None:
+    facts = model_facts("tiny", "fp32")
+    words = {
+        on_update: server.command(facts, EngineConfig(kind="vllm", slots=32, on_update=on_update), 1)
+        for on_update in ("refill", "keep")
+    }
+    slots = {name: int(dict(itertools.pairwise(command))["--max-num-seqs"]) for name, command in words.items()}
+    assert slots == {"refill": 32, "keep": 32 + PROMPTS}
+
+
+def test_answers_that_go_on_need_merged_weights() -> None:
+    def policy(adapters: str) -> PolicyConfig:
+        engine = {"kind": "vllm", "on_update": "keep", "dtype": "bf16", "server": {"adapters": adapters}}
+        return PolicyConfig.model_validate({"model": "tiny", "engine": engine, "trainer": {"lora": {}}})
+
+    facts = model_facts("tiny", "bf16")
+    assert plan_adapters(policy("auto"), facts) is None
+    with pytest.raises(ConfigError, match="keep needs merged weights"):
+        plan_adapters(policy("native"), facts)
 
 
 @pytest.mark.parametrize("words", [["--data-parallel-size", "2"], ["-dp=2"], ["--dp-size", "2"]])
