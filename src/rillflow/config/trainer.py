@@ -145,8 +145,8 @@ class AlgorithmConfig(Section):
 
 # Options that only the backend rillflow has.
 _OWN = (
-    "ranks", "sharding", "copies", "accumulate", "context_ranks", "attention", "trees", "compile", "lora", "optimizer",
-    "router_loss", "replay_routing", "offload",
+    "ranks", "sharding", "copies", "accumulate", "context_ranks", "tensor_ranks", "attention", "trees", "compile",
+    "lora", "optimizer", "router_loss", "replay_routing", "offload",
 )  # fmt: skip
 _MOST_PROFILED = 20  # steps: a profile is held in memory until its last step
 
@@ -253,6 +253,11 @@ class TrainerConfig(AlgorithmConfig):
         description="ranks that share the tokens of each micro-batch (context parallel), for rows too long for one of "
         "them; it divides ranks and the model's attention heads",
     )
+    tensor_ranks: Positive = Field(
+        1,
+        description="ranks that share the weights of every decoder layer (tensor parallel), as transformers plans it "
+        "for the model; it divides ranks and the model's heads",
+    )
     attention: Literal["auto", "padded", "sdpa", "varlen", "cudnn", "flex"] = Field(
         "auto",
         description="padded runs any model; sdpa, varlen (GPU), cudnn (GPU: varlen, and cuDNN's kernel where one row "
@@ -300,12 +305,22 @@ class TrainerConfig(AlgorithmConfig):
     @property
     def teams(self) -> int:
         """Return among how many ranks, or teams of ranks that share micro-batches, a batch is divided."""
-        return self.ranks // self.context_ranks
+        return self.ranks // self.team
+
+    @property
+    def team(self) -> int:
+        """Return how many ranks share micro-batches."""
+        return self.context_ranks * self.tensor_ranks
+
+    @property
+    def held_alike(self) -> int:
+        """Return how many ranks hold the same part of a weight of which each holds only a part."""
+        return self.teams if self.tensor_ranks > 1 else self.copies
 
     @property
     def lockstep(self) -> bool:
         """True if ranks compute together within a pass, so that all of them must run equally many."""
-        return self.sharding == "fsdp" or self.context_ranks > 1
+        return self.sharding == "fsdp" or self.team > 1
 
     @model_validator(mode="after")
     def _fits(self) -> TrainerConfig:
@@ -340,9 +355,19 @@ class TrainerConfig(AlgorithmConfig):
             raise ValueError(f"optimizer: {self.optimizer} needs sharding: none, because it must see whole matrices")
         if self.sharding == "none" and (self.copies > 1 or self.accumulate != "sharded"):
             raise ValueError("copies and accumulate belong to sharding: fsdp")
-        for name, each in (("copies", self.copies), ("context_ranks", self.context_ranks)):
-            if self.ranks % each:
+        for name in ("copies", "context_ranks", "tensor_ranks"):
+            if self.ranks % (each := getattr(self, name)):
                 raise ValueError(f"ranks ({self.ranks}) must be a multiple of {name} ({each})")
-        if self.context_ranks > 1 and self.attention == "padded":
-            raise ValueError("context_ranks shares packed rows: remove attention: padded")
+        for name in ("context_ranks", "tensor_ranks"):
+            if getattr(self, name) > 1 and self.attention == "padded":
+                raise ValueError(f"{name} shares packed rows: remove attention: padded")
+        if self.tensor_ranks > 1:
+            lacking = {
+                "sharding: fsdp": self.sharding == "fsdp",
+                "context_ranks": self.context_ranks > 1,
+                "lora": self.lora is not None,
+                f"optimizer: {self.optimizer}": self.optimizer != "adamw",
+            }
+            if used := [name for name, there in lacking.items() if there]:
+                raise ValueError(f"tensor_ranks does not work with {', '.join(used)}: remove one of them")
         return self

@@ -4,7 +4,8 @@ Invariants: gradients are summed over the micro-batches in fp32 and over the ran
 none; gradients that are not finite are never applied. The masters are
 - the parameters themselves, if they are fp32 and whole;
 - fp32 tensors of which the parameters are copies, if the model computes in bf16;
-- this rank's shards of the parameters, if they are sharded (DTensors): FSDP has already summed their gradients.
+- this rank's shards of the parameters, if they are sharded (DTensors): FSDP has already summed their gradients;
+- this rank's parts of them, as above, if ranks share the layers' weights (`parallel.tensor`).
 
 A rule is a `torch.optim.Optimizer`: AdamW, AdamW with 8-bit moments, or Muon. Muon updates the matrices of the decoder
 layers, and AdamW everything else. Its steps are scaled to the size of AdamW's, so that both take the same learning rate
@@ -27,6 +28,7 @@ from rillflow.errors import CheckpointError, ConfigError
 from rillflow.trainer import lora
 from rillflow.trainer.offload import Moments
 from rillflow.trainer.parallel.sharding import Shards, decoder_layers, shards_of, whole
+from rillflow.trainer.parallel.tensor import Part, add_over_teams, held_of, rows_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -106,18 +108,21 @@ class Optimizer:
                 continue
             if master.grad is None:
                 master.grad = torch.zeros_like(master)
-            if not isinstance(parameter, DTensor):
+            if isinstance(parameter, Part):
+                add_over_teams(parameter, master.grad)
+            elif not isinstance(parameter, DTensor):
                 apart.append(master.grad)
         self._peers.add(apart)
 
     def _norm(self) -> torch.Tensor:
         """Return the norm of the whole gradient, the same on every rank."""
-        shards = [m.grad for p, m in self._pairs() if m.grad is not None and isinstance(p, DTensor)]
-        rest = [m.grad for p, m in self._pairs() if m.grad is not None and not isinstance(p, DTensor)]
+        shards = [m.grad for p, m in self._pairs() if m.grad is not None and isinstance(p, DTensor | Part)]
+        rest = [m.grad for p, m in self._pairs() if m.grad is not None and not isinstance(p, DTensor | Part)]
         norm = get_total_norm(rest)
-        if not any(isinstance(parameter, DTensor) for parameter in self._parameters.values()):
+        if not any(isinstance(parameter, DTensor | Part) for parameter in self._parameters.values()):
             return norm
-        square = self._peers.total([float(get_total_norm(shards)) ** 2])[0] / self._config.copies + float(norm) ** 2
+        square = self._peers.total([float(get_total_norm(shards)) ** 2])[0] / self._config.held_alike
+        square += float(norm) ** 2
         return torch.tensor(math.sqrt(square), device=next(iter(self._masters.values())).device)
 
     def _lower(self) -> None:
@@ -152,7 +157,8 @@ class Optimizer:
         return None if self._config.lora is None else lora.adapter(self._model, self._config.lora)
 
     def masters(self) -> dict[str, torch.Tensor]:
-        """Return the exact weights, each tied one once; with LoRA only the adapters. Sharded ones are DTensors."""
+        """Return the exact weights, each tied one once; with LoRA only the adapters. Shared ones are DTensors.
+        Collective if there are some."""
         if self._config.lora is not None:
             return {
                 name: (parameter if isinstance(parameter, DTensor) else master).detach()
@@ -181,7 +187,11 @@ class Optimizer:
                 "the checkpoint belongs to another model", "resume with the recipe the run was started with"
             )
         for name, tensor in given.items():
-            own[name].copy_(tensor)
+            parameter = self._parameters.get(name)
+            if isinstance(parameter, Part):
+                self._masters[name].copy_(held_of(tensor, parameter))
+            else:
+                own[name].copy_(tensor)
         self._lower()
         for rule in self._rules:
             rule.load_state_dict(self._rule_state(rule, moments))
@@ -209,7 +219,10 @@ class Optimizer:
         flat: dict[str, dict[str, torch.Tensor]] = {}
         for key, tensor in moments.items():
             moment, _, name = key.partition("/")
-            flat.setdefault(name, {})[moment] = _local(tensor)
+            parameter, held = self._parameters.get(name), _local(tensor)
+            if isinstance(parameter, Part) and moment != STEP:
+                held = held_of(held, parameter)
+            flat.setdefault(name, {})[moment] = held
         own = [(number, names[id(m)], m.dtype) for number, m in enumerate(rule.param_groups[0]["params"])]
         state = {number: nested_state(flat[name], rule, dtype) for number, name, dtype in own if name in flat}
         return {"state": state, "param_groups": rule.state_dict()["param_groups"]}
@@ -227,7 +240,8 @@ class Optimizer:
                 continue
             first[id(tensor)] = name
             as_it_is = isinstance(tensor, DTensor) or tensor.dtype == dtype
-            kept[name] = (tensor if as_it_is else masters.get(id(tensor), tensor)).detach()
+            found = (tensor if as_it_is else masters.get(id(tensor), tensor)).detach()
+            kept[name] = rows_of(found, tensor) if isinstance(tensor, Part) else found
         return kept, aliases
 
 
@@ -262,7 +276,9 @@ def _local(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _like(shard: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
-    """Return this rank's part as a tensor that is sharded as the parameter is."""
+    """Return this rank's part as a tensor that is sharded as the parameter is, and outside of a step by rows."""
+    if isinstance(parameter, Part):
+        return rows_of(shard, parameter)
     if not isinstance(parameter, DTensor):
         return shard
     return DTensor.from_local(

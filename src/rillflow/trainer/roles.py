@@ -28,6 +28,7 @@ from rillflow.trainer.optimizer import Optimizer
 from rillflow.trainer.parallel import Peers
 from rillflow.trainer.parallel.context import Context
 from rillflow.trainer.parallel.sharding import decoder_layers, load_shards, shard
+from rillflow.trainer.parallel.tensor import split
 from rillflow.weights.models import load_policy_model, load_scalar_model, pick_device, rotary_limit
 
 if TYPE_CHECKING:
@@ -129,11 +130,17 @@ class Roles:
         self._policy = self._sharded_policy() or policy_model(settings, self._loaded_on, seed)
         _check_rotary(self._policy.config, settings.engine.context)
         if not isinstance(self._policy, FSDPModule):
-            shard(self._policy, self._config, peers, device)
+            self._spread(self._policy)
+
+    def _spread(self, model: PreTrainedModel) -> None:
+        """Keep this rank's part of a model, on the device."""
+        shard(model, self._config, self._peers, self._device)
+        split(model, self._config, self._peers, self._context.group, self._device)
 
     @property
     def _loaded_on(self) -> torch.device:
-        return torch.device("cpu") if self._config.sharding == "fsdp" and self._peers.size > 1 else self._device
+        parts = self._config.sharding == "fsdp" or self._config.tensor_ranks > 1
+        return torch.device("cpu") if parts and self._peers.size > 1 else self._device
 
     def _sharded_policy(self) -> PreTrainedModel | None:
         """Load the policy by shards, if it is sharded, trains whole, and its files can be read by rows."""
@@ -167,7 +174,7 @@ class Roles:
     def reference(self) -> Learner:
         model = reference_model(self._settings, self._policy, self._loaded_on)
         if model is not self._policy:
-            shard(model, self._config, self._peers, self._device)
+            self._spread(model)
         # Its routers choose their own experts.
         config = self._config.model_copy(update={"router_loss": 0.0, "replay_routing": False})
         forward = PolicyForward(model, config, adapters=False, context=self._context)
@@ -177,7 +184,7 @@ class Roles:
         wanted = self._config.critic or CriticConfig()
         config = self._config.model_copy(update={"lr": wanted.lr or self._config.lr, "lora": None})
         model = scalar_model(wanted.model or self._settings.model, self._loaded_on, config, self._seed)
-        shard(model, config, self._peers, self._device)
+        self._spread(model)
         optimizer = Optimizer(model, config, self._peers)
         forward = ScalarForward(model, config, context=self._context)
         return self._learner("critic", model, forward, optimizer, config)

@@ -65,7 +65,7 @@ class Work:
         self._body = self._trained = 0.0  # weights that every token uses, and those of them that train
         for name, weight in model.named_parameters():
             if weight.ndim >= 2 and weight is not embedding and weight is not head:
-                size = weight.numel() * (used if "experts" in name else 1.0)
+                size = weight.numel() * getattr(weight, "ranks", 1) * (used if "experts" in name else 1.0)
                 self._body += size
                 self._trained += size if weight.requires_grad else 0.0
         self._head = 0.0 if head is None else float(head.numel())

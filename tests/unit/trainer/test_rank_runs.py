@@ -15,6 +15,7 @@ import psutil
 import pytest
 import torch
 from dataflow_peer import Peer, recipe_for
+from packed_helpers import grouped_model
 
 from commands import Warm
 from cutting import cut
@@ -157,17 +158,27 @@ def test_ranks_shards_and_micro_batches_give_the_same_curve(trainers: Trainers, 
         assert_same_curves(trainers.curve(tmp_path / str(number), **algorithm, **variant), expected)
 
 
-@pytest.mark.parametrize("sharding", repetitions(["fsdp"], ["fsdp", "none"]))
+TEAMS: list[dict[str, Any]] = [
+    {"context_ranks": 2, "sharding": "fsdp"},
+    {"tensor_ranks": 2},
+    {"context_ranks": 2},
+]
+
+
 @pytest.mark.soak
-def test_teams_that_share_micro_batches_give_the_same_curve(trainers: Trainers, tmp_path: Path, sharding: str) -> None:
+def test_teams_that_share_micro_batches_give_the_same_curve(trainers: Trainers, tmp_path: Path) -> None:
     """Two teams of two ranks, which ask for their team's part of each batch."""
-    expected = trainers.curve(tmp_path / "one", micro_tokens=64)
-    settings = {**CALM, "ranks": 4, "context_ranks": 2, "sharding": sharding, "micro_tokens": 30}
-    with trainers.started(tmp_path / "teams", STEPS, **settings) as run:
-        assert run.ends() == 0, run.log()
-        got = [commit.metrics for commit in run.peer.commits], run.weights()
-        assert {(ask.rank, ask.ranks) for ask in run.peer.leases} == {(0, 2), (1, 2)}
-    assert_same_curves(got, expected)
+    grouped_model(dtype=torch.float32).save_pretrained(tmp_path / "model")  # heads of keys that two ranks can share
+    policy = {"model": str(tmp_path / "model")}
+    one: dict[str, Any] = {**CALM, "micro_tokens": 64}
+    expected = trainers.curve(tmp_path / "one", policy={**policy, "trainer": one})
+    for number, teams in enumerate(TEAMS[: repetitions(2, 3)]):
+        settings: dict[str, Any] = {"policy": {**policy, "trainer": {**CALM, "ranks": 4, "micro_tokens": 30, **teams}}}
+        with trainers.started(tmp_path / str(number), STEPS, **settings) as run:
+            assert run.ends() == 0, run.log()
+            got = [commit.metrics for commit in run.peer.commits], run.weights()
+            assert {(ask.rank, ask.ranks) for ask in run.peer.leases} == {(0, 2), (1, 2)}
+        assert_same_curves(got, expected)
 
 
 def test_ranks_of_a_sharded_model_publish_deltas(trainers: Trainers, tmp_path: Path) -> None:

@@ -125,7 +125,8 @@ def choose(
         )
     if context.size > 1 and wanted == "padded":
         raise ConfigError(
-            f"ranks cannot share padded rows{': ' + reason if reason else ''}", "set trainer.context_ranks: 1"
+            f"ranks cannot share padded rows{': ' + reason if reason else ''}",
+            "set trainer.ranks: 1, or sharding: fsdp",
         )
     context.check(model)
     if reason and wanted != "padded":

@@ -281,7 +281,7 @@ class Worker:
         metrics = Pipeline(self._chain, step, self._clock).run()
         self.steps += 1
         # The ranks of a team have the same rows: its first one reports them.
-        self.kept = [] if self._peers.rank % self._config.context_ranks else step.kept.values()
+        self.kept = [] if self._peers.rank % self._config.team else step.kept.values()
         if self._peers.rank == 0:
             self._watch.see(metrics, truncated=self._config.truncate is not None)
         return finite(metrics)

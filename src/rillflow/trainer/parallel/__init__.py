@@ -6,7 +6,8 @@ ever decide differently.
     launch          starts the ranks of this machine and watches them
     distributed     the collectives over torch.distributed, and how ranks find each other
     sharding        models that are sharded over the ranks
-    context         ranks that share the tokens of micro-batches
+    context         teams of ranks, which share the tokens of micro-batches
+    tensor          teams of ranks that share the weights of layers
     redistribute    databuffers between stages of different sizes
 """
 

@@ -1,4 +1,4 @@
-"""Context parallel (`trainer.context_ranks`): the ranks of a team share the tokens of each micro-batch.
+"""Teams of ranks. Context parallel (`trainer.context_ranks`): they share the tokens of each micro-batch.
 
 Of teams of n ranks, ranks 0 to n - 1 are the first, the next n the second. The ranks of a team have the same rows and
 make the same micro-batches; teams divide a batch as single ranks do otherwise (`Teams`). Token p of a pack belongs to
@@ -6,6 +6,9 @@ rank p mod n of the team, so that the trained tokens of every row are spread eve
 linear layers, the norms and the head on its own tokens. For attention it gives its tokens' heads away and gets its
 share of the heads of all tokens (Ulysses): attention sees the whole pack, so packs, trees and all backends compute what
 they do on one rank. Key heads that n does not divide are repeated.
+
+With tensor parallel (`tensor`) the ranks of a team share weights instead: each has all tokens and some of the heads,
+and of what is above only the scores of trained tokens are shared.
 
 Scores are gathered before the loss, which every rank of a team computes for the whole micro-batch, because losses of
 whole rows need all of their tokens. Backward keeps the gradients of a rank's own scores, so the sum of the gradients
@@ -49,8 +52,12 @@ _GROUPS: dict[str, dist.ProcessGroup] = {}
 
 
 def in_teams(peers: Peers, config: TrainerConfig) -> Peers:
-    """Return the peers among which rows are divided and counted: the ranks, or with context parallel their teams."""
-    return peers if config.context_ranks == 1 or peers.size == 1 else Teams(peers, config.context_ranks)
+    """Return the peers among which rows are divided and counted: the ranks or their teams."""
+    return peers if config.team == 1 or peers.size == 1 else Teams(peers, config.team)
+
+
+def group_of(name: str) -> dist.ProcessGroup:
+    return _GROUPS[name]
 
 
 class Teams:
@@ -108,42 +115,46 @@ class Trained(NamedTuple):
 
 @dataclass(frozen=True)
 class Context:
-    """A rank's place in its team. The default is a rank that has its micro-batches for itself."""
+    """A rank's place in its team, which shares tokens or `weights`. The default is a rank that has its micro-batches
+    for itself."""
 
     rank: int = 0
     size: int = 1
     group: str = ""
+    weights: bool = False
 
     @classmethod
     def of(cls, config: TrainerConfig, peers: Peers) -> Context:
         """Connect this rank with its team. Collective."""
-        size = config.context_ranks
+        size, weights = config.team, config.tensor_ranks > 1
         if size == 1:
             return cls()
         if peers.size % size:
             raise ConfigError(
                 f"{peers.size} ranks cannot form teams of {size}",
-                "set trainer.ranks to a multiple of trainer.context_ranks",
+                "set trainer.ranks to a multiple of trainer.context_ranks or tensor_ranks",
             )
         group, _ = dist.new_subgroups(size, timeout=_PATIENCE)  # type: ignore[no-untyped-call]
         _GROUPS[group.group_name] = group
-        return cls(peers.rank % size, size, group.group_name)
+        return cls(peers.rank % size, size, group.group_name, weights)
 
     def check(self, model: Any) -> None:
         """Raise ConfigError if the ranks of the team cannot share the heads of this model."""
         if self.size == 1:
             return
-        heads = getattr(model.config.get_text_config(), "num_attention_heads", None)
-        if not isinstance(heads, int) or heads % self.size:
-            raise ConfigError(
-                f"{self.size} ranks cannot share the {heads or 'unknown'} attention heads of {type(model).__name__}",
-                "set trainer.context_ranks to a divisor of the number of heads",
-            )
+        config, option = model.config.get_text_config(), "tensor_ranks" if self.weights else "context_ranks"
+        for name in ("num_attention_heads", *(["num_key_value_heads"] if self.weights else [])):
+            heads = getattr(config, name, None)
+            if not isinstance(heads, int) or heads % self.size:
+                raise ConfigError(
+                    f"{self.size} ranks cannot share the attention heads of {type(model).__name__}: {name} is {heads}",
+                    f"set trainer.{option} to a divisor of it",
+                )
 
     def padded(self, layout: Layout) -> Layout:
         """Return the layout with as many tokens for each rank: its last segment goes on with tokens that no other one
         sees. They are at position 0, because long positions may change a model's rotary embedding."""
-        more = -len(layout.tokens_P) % self.size
+        more = 0 if self.weights else -len(layout.tokens_P) % self.size
         if not more:
             return layout
         length_S = layout.length_S.copy()
@@ -159,7 +170,7 @@ class Context:
 
     def own(self, of_P: torch.Tensor) -> torch.Tensor:
         """Return the values of this rank's tokens."""
-        return of_P[self.rank :: self.size]
+        return of_P if self.weights else of_P[self.rank :: self.size]
 
     def experts(self, layout: Layout) -> torch.Tensor | None:
         """Return the recorded experts of this rank's tokens."""
@@ -168,15 +179,20 @@ class Context:
 
     def exchanging(self, attention: Packed) -> Packed | Exchanging:
         """Return the attention of a whole pack as one that is given this rank's tokens."""
-        return attention if self.size == 1 else Exchanging(attention, self.rank, self.size, self.group)
+        return attention if self.size == 1 or self.weights else Exchanging(attention, self.rank, self.size, self.group)
 
     def trained(self, micro: MicroBatch) -> Trained:
         temperature_T = micro.columns["temperature_T"]
         if self.size == 1:
             return Trained(micro.select_T, micro.target_T, temperature_T, _as_it_is)
-        number_I = torch.nonzero(micro.select_T % self.size == self.rank)[:, 0]
+        if self.weights:
+            number_I = torch.arange(self.rank, len(micro.select_T), self.size, device=micro.select_T.device)
+            select_I = micro.select_T[number_I]
+        else:
+            number_I = torch.nonzero(micro.select_T % self.size == self.rank)[:, 0]
+            select_I = micro.select_T[number_I] // self.size
         gather = partial(self._gathered, at_I=number_I, count=len(micro.select_T))
-        return Trained(micro.select_T[number_I] // self.size, micro.target_T[number_I], temperature_T[number_I], gather)
+        return Trained(select_I, micro.target_T[number_I], temperature_T[number_I], gather)
 
     def whole(self, of_I: torch.Tensor, tokens: int) -> torch.Tensor:
         """Return the values of all `tokens` of a pack from those of every rank's own tokens."""

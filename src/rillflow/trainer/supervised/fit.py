@@ -48,6 +48,7 @@ from rillflow.trainer.parallel.context import Context, in_teams
 from rillflow.trainer.parallel.distributed import connect, device_of
 from rillflow.trainer.parallel.launch import Place
 from rillflow.trainer.parallel.sharding import shard
+from rillflow.trainer.parallel.tensor import split
 from rillflow.trainer.process import prepare_torch, stops_on_signal
 from rillflow.trainer.roles import policy_model, scalar_model
 from rillflow.trainer.supervised.examples import Examples, read_examples
@@ -188,12 +189,15 @@ def assemble(recipe: FitRecipe, peers: Peers, device: torch.device) -> Trained:
     config = recipe.trainer
     check_offload(config, device)
     # Only the shards of a sharded model reach the device.
-    loaded_on = torch.device("cpu") if config.sharding == "fsdp" and peers.size > 1 else device
+    parts = config.sharding == "fsdp" or config.tensor_ranks > 1
+    loaded_on = torch.device("cpu") if parts and peers.size > 1 else device
     model, role = _model(recipe, loaded_on)
     shard(model, config, peers, device)
+    context = Context.of(config, peers)
+    split(model, config, peers, context.group, device)
     optimizer = Optimizer(model, config, peers)
     made: Callable[..., Any] = PolicyForward if role == "actor" else ScalarForward
-    forward = made(model, config, context=Context.of(config, peers))
+    forward = made(model, config, context=context)
     learner = Learner(role, model, forward, optimizer, config, peers, in_order=recipe.runtime.deterministic)
     chain = plan(graph_of(recipe), ranks=in_teams(peers, config).size)
     # A worker requires an algorithm; no node of these graphs uses it.

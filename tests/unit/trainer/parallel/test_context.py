@@ -157,8 +157,16 @@ def test_ranks_that_cannot_form_teams_are_refused() -> None:
 @pytest.mark.parametrize(
     ("forward", "model", "said"),
     [
-        (PolicyForward, lambda: grouped_model(dtype=torch.float32), "3 ranks cannot share the 4 attention heads of Qw"),
-        (ScalarForward, small_critic, "3 ranks cannot share the 2 attention heads of Qwen3ForSequenceClassification"),
+        (
+            PolicyForward,
+            lambda: grouped_model(dtype=torch.float32),
+            "3 ranks cannot share the attention heads of Qwen3ForCausalLM: num_attention_heads is 4",
+        ),
+        (
+            ScalarForward,
+            small_critic,
+            "cannot share the attention heads of Qwen3ForSequenceClassification: num_attention_heads is 2",
+        ),
         (PolicyForward, lambda: build("Mamba 2"), "ranks cannot share padded rows: Mamba2Model"),
         (PolicyForward, lambda: build("Nemotron"), "ranks cannot share padded rows: NemotronModel does not pass"),
     ],
