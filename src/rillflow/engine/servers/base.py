@@ -283,8 +283,8 @@ class ServerEngine(ABC):
     async def _apply_beside(
         self, update: Update, version: int, probe: Probe | None, before: Mapping[str, float]
     ) -> None:
-        """Write weights between two tokens of the running answers, which keep their cached keys and values. What is
-        sampled from the new ones is delivered once they are proven."""
+        """Write weights between two tokens of the running answers, which keep their cached keys and values. Tokens that
+        are sampled from new weights are delivered once these are proven."""
         self._check_up()
         began = self._clock.monotonic()
         self.update_seconds = dict(before)

@@ -1,8 +1,8 @@
 """Tensor parallel (`trainer.tensor_ranks`): the ranks of a team share the weights of every decoder layer.
 
-The model's own plan (`base_model_tp_plan` of transformers) says how. Of a `colwise` layer each rank holds some rows,
-which are its outputs; of attention, whole heads. Of the `rowwise` layer behind it the rank holds the columns for these
-inputs, and the results of that layer are added up over the team: all ranks have the same hidden states. Embedding,
+The model's own plan (`base_model_tp_plan` of transformers) says how. Each rank holds some rows of a `colwise` layer,
+which are its outputs; in attention these are whole heads. Behind it the rank holds those columns of a `rowwise` layer
+that take these inputs, and its results are added up over the team: all ranks have the same hidden states. Embedding,
 norms and head are whole on every rank. A team's ranks read the same rows, and each scores its share of the trained
 tokens, as with context parallel (`context`).
 

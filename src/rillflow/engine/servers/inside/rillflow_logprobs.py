@@ -36,8 +36,8 @@ def _kept(logits_RV: torch.Tensor) -> torch.Tensor:
 
 
 class VllmSampler:
-    """The sampler of one of vLLM's two model runners, which also returns raw log-probs, and the `version` of the
-    weights: whoever writes weights between two steps sets it."""
+    """The sampler of one of vLLM's two model runners. It also returns raw log-probs, and the `version`, which the
+    worker sets when it writes weights."""
 
     version = 0
 
