@@ -31,6 +31,8 @@ import selectors
 import signal
 import socket
 import sys
+import threading
+import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -46,18 +48,29 @@ log = logging.getLogger(__name__)
 
 _PR_SET_PDEATHSIG = 1
 _RESET = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+_ENDING_SECONDS = 0.5  # that a thread which was joined may still be there
 
 
 def unsafe() -> str | None:
     """Return why this process must not fork, or None. Children of a process with threads inherit their locks."""
-    threads = list(Path("/proc/self/task").iterdir())
-    if len(threads) != 1:
-        names = ", ".join((thread / "comm").read_text().strip() for thread in threads)
-        return f"it has {len(threads)} threads ({names})"
+    end = time.monotonic() + _ENDING_SECONDS
+    while len(names := _threads()) != 1:
+        if threading.active_count() > 1 or time.monotonic() > end:
+            return f"it has {len(names)} threads ({', '.join(names)})"
+        time.sleep(0.001)
     torch = sys.modules.get("torch")
     if torch is not None and torch.cuda.is_initialized():
         return "it has a CUDA context"
     return None
+
+
+def _threads() -> list[str]:
+    """Return the names of this process's threads, those that are just ending left out."""
+    names = []
+    for thread in Path("/proc/self/task").iterdir():
+        with suppress(FileNotFoundError, ProcessLookupError):
+            names.append((thread / "comm").read_text().strip())
+    return names
 
 
 # Before a fork, a look for GPUs must not make a CUDA context, and neither numpy's BLAS nor the allocator of pyarrow,

@@ -71,6 +71,22 @@ def test_ends_are_those_of_the_kernel_and_the_parents_code_does_not_run_in_the_c
     assert "ValueError: 1" in (tmp_path / "log").read_text()
 
 
+def test_threads_that_have_been_joined_do_not_count(tmp_path: Path) -> None:
+    """The kernel ends a thread a little after Python has joined it."""
+    run_parent(
+        tmp_path,
+        "import threading\n"
+        "for _ in range(500):\n"
+        "    thread = threading.Thread(target=lambda: None)\n"
+        "    thread.start(), thread.join()\n"
+        "    assert unsafe() is None, unsafe()\n"
+        "end = threading.Event()\n"
+        "threading.Thread(target=end.wait, daemon=True).start()\n"
+        "assert 'it has 2 threads' in unsafe()\n"
+        "end.set()",
+    )
+
+
 def test_signals_meet_the_child_not_its_parents_handlers(tmp_path: Path) -> None:
     run_parent(
         tmp_path,
