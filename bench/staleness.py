@@ -271,7 +271,7 @@ def draw(arms: dict[str, Any], path: Path) -> None:
                 rewards = [statistics.fmean(point[3] for point in step) for step in points]
                 smooth = [statistics.fmean(rewards[max(0, end - WINDOW) : end]) for end in range(1, len(rewards) + 1)]
                 style = {"color": "black", "linestyle": "--"} if name == ON_POLICY else {}
-                axes.plot(across, smooth, label=name.removesuffix(f", {loss}"), **style)
+                axes.plot(across, smooth, label=name.replace(f", {loss}", ""), **style)
             axes.set(xlabel=label, title=loss if part == 1 else "")
             axes.grid(alpha=0.3)
         places[0][column].legend(fontsize=7)
