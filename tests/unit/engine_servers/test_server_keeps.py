@@ -12,7 +12,7 @@ from counting_engine import until
 from rillflow.contracts import Patch
 from rillflow.engine.servers import base as module
 from rillflow.engine.servers.calls import Part, _chunks
-from rillflow.errors import WeightsError
+from rillflow.errors import EngineLost, WeightsError
 from rillflow.types import Chunk, Grammar, Probe
 
 PROBE = Probe(prompts=[[1, 2, 3]], logprobs=[[-1.0, -1.0]], tolerance=0.1)
@@ -85,6 +85,51 @@ async def test_tokens_of_wrong_weights_are_sampled_again(outcome: str) -> None:
         await asyncio.gather(*answers)
         assert tokens(chunks) == expected(request())
         assert versions(chunks) == [0] * before + [1] * (20 - before)
+        assert engine.asked[-1][0] == 1
+
+
+async def test_tokens_of_wrong_weights_are_dropped_if_the_server_does_not_cut(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_FIRST_PAUSE", 0.001)
+
+    async def broken() -> None:
+        raise EngineLost("it does not answer")
+
+    async with running(on_update="keep") as engine:
+        chunks: list[Chunk] = []
+        task = asyncio.create_task(collect(engine, request(), chunks))
+        engine.give(4)
+        await until(lambda: len(tokens(chunks)) == 4)
+        engine.scored.clear()
+        engine.logprob = -9.0
+        change = asyncio.create_task(engine.load({}, 1, PROBE))
+        await until(lambda: "score" in engine.log)
+        engine.give(6)
+        await asyncio.sleep(0.02)
+        monkeypatch.setattr(engine, "cut", broken)
+        engine.scored.set()
+        with pytest.raises(WeightsError):
+            await change
+        engine.give(100)
+        with pytest.raises(EngineLost):
+            await task
+        assert versions(chunks) == [0] * 4
+
+
+async def test_an_answer_that_is_scored_at_its_end_waits_for_the_proof() -> None:
+    async with running(on_update="keep") as engine:
+        first = asyncio.create_task(collect(engine, request(), []))
+        await until(lambda: engine.running == 1)
+        engine.scored.clear()
+        change = asyncio.create_task(engine.load({}, 1, PROBE))
+        await until(lambda: "score" in engine.log)
+        whole = asyncio.create_task(collect(engine, request(grammar=Grammar(kind="regex", text="a*")), []))
+        await asyncio.sleep(0.02)
+        assert engine.running == 1
+        engine.scored.set()
+        await change
+        engine.give(100)
+        await first
+        await whole
         assert engine.asked[-1][0] == 1
 
 

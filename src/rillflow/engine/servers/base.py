@@ -265,6 +265,7 @@ class ServerEngine(ABC):
         try:
             await self._wake_up()
             await self._cut_all("weights")
+            self._calls.trust()
             self.update_seconds = {**(before or {}), "cut": self._clock.monotonic() - began}
             await self._write(update, version, probe)
             self._log_update(version)
@@ -298,7 +299,8 @@ class ServerEngine(ABC):
                 self._calls.reject()
                 with suppress(EngineLost):  # then the supervisor ends all answers
                     await self._cut_all("weights")
-            self._calls.trust()
+            else:
+                self._calls.trust()
             self._load_seconds += self._clock.monotonic() - began
 
     def _log_update(self, version: int) -> None:

@@ -122,9 +122,8 @@ class Calls:
         self._calls: set[Call] = set()
         self._attempts: set[Call] = set()
         self._moved = asyncio.Event()  # an attempt has ended, or had its first token
-        self._doubted: int | None = None  # the version whose tokens wait
-        self._rejected = False
-        self._judged = asyncio.Event()
+        self._doubted: int | None = None  # the version whose tokens wait for the verdict
+        self._verdict: asyncio.Future[bool] | None = None
 
     def __len__(self) -> int:
         return len(self._calls)
@@ -184,26 +183,28 @@ class Calls:
     # ------------------------------------------------------------ versions in doubt
 
     def doubt(self, version: int) -> None:
-        """Keep back tokens of this version until it is trusted or rejected."""
-        self._doubted = version
-        self._judged.clear()
+        """Keep back tokens of this version until it is trusted or rejected; answers that come as a whole do not begin
+        before."""
+        self._doubted, self._verdict = version, asyncio.get_running_loop().create_future()
 
     def trust(self) -> None:
-        self._doubted, self._rejected = None, False
-        self._judged.set()
+        """Deliver tokens of any version. After a rejection, only once no attempt runs any more."""
+        self._doubted = None
+        self._judge(True)
 
     def reject(self) -> None:
-        """Let attempts end at their first token in doubt. The caller cuts all others, and then calls `trust`."""
-        self._rejected = True
-        self._judged.set()
+        """Let attempts end at their first token in doubt."""
+        self._judge(False)
+
+    def _judge(self, verdict: bool) -> None:
+        if self._verdict is not None and not self._verdict.done():
+            self._verdict.set_result(verdict)
 
     async def _accepted(self, part: Part) -> bool:
         """Return whether a part may be delivered, once that is known."""
-        while self._doubted is not None and self._doubted in part.versions:
-            if self._rejected:
-                return False
-            await self._judged.wait()
-        return True
+        if self._doubted is None or self._doubted not in part.versions or self._verdict is None:
+            return True
+        return await asyncio.shield(self._verdict)
 
     async def settle(self) -> None:
         """Wait until every answer has had a token of the last weights, some seconds at most. Weights that come faster
@@ -228,7 +229,9 @@ class Calls:
             while (finish := call.progress.over()) is None:
                 while not self._open.is_set():
                     await self._open.wait()
-                if await self._attempt(call):
+                if call.whole and self._verdict is not None and not self._verdict.done():
+                    await asyncio.shield(self._verdict)
+                elif await self._attempt(call):
                     return
             call.push(Chunk(tokens=[], logprobs=[], raw_logprobs=[], version=self._version(), finish=finish))
         except RillflowError as error:
