@@ -25,4 +25,4 @@ class TestLedgerMachine(FaultyMachine.TestCase):  # type: ignore[misc, name-defi
 @pytest.mark.slow
 @pytest.mark.soak
 class TestLedgerMachineForLonger(FaultyMachine.TestCase):  # type: ignore[misc, name-defined]
-    settings = _settings(repetitions(500, 3000), 50)
+    settings = _settings(repetitions(200, 3000), 50)
