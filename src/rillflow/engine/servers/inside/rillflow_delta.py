@@ -2,7 +2,7 @@
 
 Rillflow's `kernels.delta.format` documents the bytes. A batch of segments is decoded in three steps:
 
-1. The old weights are sorted by segment and class (stable), so that the weight of a rank in a class is a look-up.
+1. The old weights of each segment are sorted by class (stable), so that the weight of a rank in a class is a look-up.
    This is the only step whose time depends on the number of weights; the others depend on the number of changes.
 2. The class sizes are downloaded, and the host reads the tables (`rillflow_delta_streams`).
 3. The streams of all segments are decoded at once, and the changes are added to the old weights. `decoded` leaves
@@ -10,10 +10,7 @@ Rillflow's `kernels.delta.format` documents the bytes. A batch of segments is de
 
 Invariants: whatever the bytes are, no index leaves its array, because an index error on a GPU ends the server. Bytes
 that do not fit the weights raise DeltaError; the segments decoded before them have been applied, so the caller must
-then load the whole version. A batch takes about 30 bytes of memory for each of its weights and 200 for each change.
-
-Beside sampling every operator may wait for the interpreter's lock, so there are few: their number grows with the
-batches, hardly with the segments.
+then load the whole version. A batch takes about 12 bytes of memory for each of its weights and 200 for each change.
 
 End to end (`bench.weights_update`) decoding takes milliseconds on a GPU, and tenths of a second on a node's host.
 Imports only the standard library, numpy and torch: it runs in the server's environment, not in Rillflow's.
@@ -24,7 +21,7 @@ from __future__ import annotations
 import importlib
 import struct
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from itertools import accumulate, islice, pairwise
+from itertools import chain, pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -39,7 +36,7 @@ _SEGMENT = struct.Struct("<BI")
 _MAGIC = b"RFD2"
 _SAME, _CODED, _RAW = range(3)
 _LOG2 = range(12, 23)
-_BATCH, _BATCH_BYTES = 1 << 24, 1 << 22  # weights and coded bytes (about one a change) that are decoded at once
+_BATCH, _BATCH_BYTES = 1 << 25, 1 << 22  # weights and coded bytes (about one a change) that are decoded at once
 
 
 class Layout(NamedTuple):
@@ -167,29 +164,23 @@ class _Sorted(NamedTuple):
 def _sorted_by_class(segments: Sequence[_Segment], layout: Layout) -> _Sorted:
     bits_B = torch.cat([segment.bits_N for segment in segments])
     starts = [_starts(segment.data, layout) for segment in segments]
-    class_SX = _classes(starts, layout).to(bits_B.device)
-    row_B = _each(range(0, class_SX.numel(), layout.exponents), [len(segment.bits_N) for segment in segments], bits_B)
-    exponent_B = (bits_B >> layout.mantissa) & (layout.exponents - 1)
-    class_B, place_B = class_SX.view(-1).index_select(0, row_B + exponent_B).sort(stable=True)
-    number_C = torch.arange(sum(map(len, starts)), dtype=class_B.dtype, device=bits_B.device)
-    ends = torch.searchsorted(class_B, number_C, right=True).tolist()
-    sizes = iter([end - begin for begin, end in pairwise([0, *ends])])
-    return _Sorted(bits_B, place_B.to(torch.int32), [list(islice(sizes, len(of_segment))) for of_segment in starts])
-
-
-def _classes(starts: Sequence[Sequence[int]], layout: Layout) -> torch.Tensor:
-    """Return the class of every exponent of each segment; classes count on from one segment to the next."""
-    begins_SX = np.zeros((len(starts), layout.exponents), np.int32)
-    for begins_X, of_segment in zip(begins_SX, starts, strict=True):
-        begins_X[of_segment] = 1
-    class_SX = begins_SX.cumsum(dtype=np.int32).reshape(begins_SX.shape) - 1
-    return torch.from_numpy(class_SX.astype(np.int16 if class_SX[-1, -1] < 1 << 15 else np.int32))
-
-
-def _each(values: Iterable[int], counts: Sequence[int], like: torch.Tensor) -> torch.Tensor:
-    """Return each value as often as its count says."""
-    value_S, count_S = torch.tensor([[*values], [*counts]], dtype=torch.int32).to(like.device)
-    return torch.repeat_interleave(value_S, count_S, output_size=sum(counts))
+    classes = [len(of_segment) for of_segment in starts]
+    start_SC = torch.tensor(list(chain(*starts)), dtype=layout.integer).to(bits_B.device).split_with_sizes(classes)
+    number_C = torch.arange(max(classes), dtype=torch.uint8, device=bits_B.device)
+    places: list[torch.Tensor] = []
+    ends: list[torch.Tensor] = []
+    at = 0
+    for segment, start_C in zip(segments, start_SC, strict=True):
+        old_N = bits_B[at : at + len(segment.bits_N)]
+        exponent_N = (old_N >> layout.mantissa) & (layout.exponents - 1)
+        class_N = (torch.bucketize(exponent_N, start_C, out_int32=True, right=True) - 1).to(torch.uint8)
+        class_N, place_N = class_N.sort(stable=True)
+        places.append((place_N + at).to(torch.int32))
+        ends.append(torch.searchsorted(class_N, number_C[: len(start_C)], right=True))
+        at += len(old_N)
+    beyond = [end.tolist() for end in torch.cat(ends).cpu().split_with_sizes(classes)]
+    sizes = [[end - begin for begin, end in pairwise([0, *of_segment])] for of_segment in beyond]
+    return _Sorted(bits_B, torch.cat(places), sizes)
 
 
 def _starts(data: memoryview, layout: Layout) -> list[int]:
@@ -219,8 +210,10 @@ def _of_coded(segments: Sequence[_Segment], layout: Layout) -> Iterator[tuple[to
     place_K = found.place_B[begin_G[changes.group_K] + changes.rank_K]
     new_K = _moved(found.bits_B[place_K.long()], changes.change_K, layout)
     counts = np.bincount(rows.segments, weights=rows.changes, minlength=len(segments)).astype(np.int64).tolist()
-    first_K = _each(accumulate((len(segment.bits_N) for segment in segments[:-1]), initial=0), counts, place_K)
-    yield from zip((place_K - first_K).split_with_sizes(counts), new_K.split_with_sizes(counts), strict=True)
+    first = at = 0
+    for segment, count in zip(segments, counts, strict=True):
+        yield place_K[at : at + count] - first, new_K[at : at + count]
+        first, at = first + len(segment.bits_N), at + count
 
 
 def _moved(old_K: torch.Tensor, change_K: torch.Tensor, layout: Layout) -> torch.Tensor:

@@ -60,11 +60,6 @@ class RillflowWorker:
         recorder.places = {name: _places.join(places) for name, places in recorder.places.items()}
         self.rillflow_places = recorder.places
         self.rillflow_facts = {name: (tuple(shape), wanted) for name, shape in shapes.items()}
-        self.rillflow_flats: dict[str, torch.Tensor] = {
-            name: places[0].held.view(-1)
-            for name, places in recorder.places.items()
-            if len(places) == 1 and _places.is_all(places[0], tuple(shapes[name]))
-        }
         held = {place.held.untyped_storage().data_ptr() for places in recorder.places.values() for place in places}
         every = [(name, place) for name, places in recorder.places.items() for place in places]
         return {
@@ -223,21 +218,27 @@ class RillflowWorker:
                     files[path] = memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
             data = files[path][begin : begin + size]
             flats = [self._rillflow_part(*part) for part in parts]
-            if len(flats) == 1 and parts[0][0] in self.rillflow_flats:
+            if len(flats) == 1 and self._rillflow_in_place(parts[0][0]):
                 yield _delta.Piece(flats[0], data)
             else:
                 joined = torch.cat(flats)
                 yield _delta.Piece(joined, data, partial(self._rillflow_store, joined, parts))
 
+    def _rillflow_in_place(self, name: str) -> bool:
+        """Return whether one run of this rank's memory is the whole tensor."""
+        places = self.rillflow_places[name]
+        return len(places) == 1 and _places.is_all(places[0], self.rillflow_facts[name][0])
+
     def _rillflow_whole(self, name: str) -> torch.Tensor:
         """All weights of a tensor, flat: the parameter itself where it is one run of memory, else a copy."""
-        if name in self.rillflow_flats:
-            return self.rillflow_flats[name]
         places, (shape, _) = self.rillflow_places[name], self.rillflow_facts[name]
+        held: torch.Tensor = places[0].held
+        if self._rillflow_in_place(name):
+            return held.view(-1)
         different = {(place.offset, place.size, place.stride): place for place in places}.values()
         if sum(math.prod(place.size) for place in different) < math.prod(shape):
             raise ValueError(f"this rank holds only a part of {name}: it cannot decode its delta")
-        flat: torch.Tensor = places[0].held.new_empty(math.prod(shape))
+        flat = held.new_empty(math.prod(shape))
         for place in different:
             flat.as_strided(place.size, place.stride, place.offset).copy_(place.held)
         return flat
@@ -246,14 +247,14 @@ class RillflowWorker:
         whole = self._rillflow_whole(name)
         if first + weights > len(whole):
             raise ValueError(f"a delta changes {first + weights} weights of {name}, which has {len(whole)}")
-        return whole if weights == len(whole) else whole[first : first + weights]
+        return whole[first : first + weights]
 
     def _rillflow_store(self, joined: torch.Tensor, parts: list[Any]) -> None:
         at = 0
         for name, first, weights in parts:
             whole = self._rillflow_whole(name)
             whole[first : first + weights].copy_(joined[at : at + weights])
-            if name not in self.rillflow_flats:
+            if not self._rillflow_in_place(name):
                 for place in self.rillflow_places[name]:
                     _places.fill(place, whole)
             at += weights
