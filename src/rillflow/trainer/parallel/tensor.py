@@ -43,8 +43,8 @@ _HINT = "set trainer.tensor_ranks: 1, and sharding: fsdp to spread the weights"
 
 
 class Part(nn.Parameter):
-    """A rank's part of a weight: some rows (`cut` 0) or columns (1) of the whole `shape`. The `mesh` has teams and the
-    ranks of a team."""
+    """A rank's part of a weight of `shape_whole`: some of its rows (`cut` 0) or columns (1). The `mesh` has teams and
+    the ranks of a team."""
 
     cut: int
     shape_whole: torch.Size
