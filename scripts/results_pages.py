@@ -54,8 +54,9 @@ too high, and of different machines. Arms with half the learning rate, and with 
   first 0.8 as fast with staleness 2 and above, and most of their runs fall apart later.
 - **What they do not bear is the size of the steps.** With half the learning rate all four losses end at 0.86 to 0.93 at
   staleness 4 (one seed), and with smaller steps on an H200 (below) none falls apart. GRPO clips each token against the
-  policy that sampled it, which bounds its steps; decoupled PPO's ratio is to the policy before the update, and with one update of a
-  batch it is 1, so nothing is clipped. Ratios up to 45 and 109 were seen in two of the runs that fell apart.
+  policy that sampled it, which bounds its steps; decoupled PPO's ratio is to the policy before the update, and with
+  one update of a batch it is 1, so nothing is clipped.
+  Ratios up to 45 and 109 were seen in two of the runs that fell apart.
 - The default of `dataflow.staleness` is 2: with 1, groups whose longest answer takes longer than a step are
   dropped ([performance](performance.md#against-trl)). Take 1 where episodes are short, and 4 for long tails. The
   default loss is GRPO's. **With a learning rate that on-policy training bears easily, TIS needs fewer stale samples**
